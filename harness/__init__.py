@@ -1,0 +1,1 @@
+"""Runs, measures, judges and records distributed training; knows no implementation by name."""

@@ -1,0 +1,140 @@
+"""Case and Suite: what is run. Plain values that can be written down, stored and compared."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, get_args
+
+from harness.layout import Layout
+from harness.topology import Topology
+
+Role = Literal["subject", "peer", "floor", "reference"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """How a case is measured: parity steps, then warm-up steps (at least; more until the time is stationary), then
+    `timed_steps` in each of `rounds` windows; instrumented steps run in processes of their own. 0 steps of a kind
+    leave it out."""
+
+    parity_steps: int = 4
+    warm_up_steps: int = 3
+    timed_steps: int = 10
+    rounds: int = 1
+    communication_steps: int = 3
+    memory_steps: int = 2
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ValueError(f"measurement: {name} must be an integer of at least 0, got {value!r}")
+        if self.timed_steps and not self.rounds:
+            raise ValueError("measurement: timed_steps need at least one round, got rounds 0")
+        if 0 < self.parity_steps < 3:
+            raise ValueError(f"measurement: parity_steps must be 0 or at least 3, got {self.parity_steps}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """workload x layout x topology x implementation x its options x precision.
+
+    `role` says what the case is for in a comparison: ours (subject), someone else's (peer), or the compute-only floor,
+    which exchanges nothing and is therefore not held against the reference. `lane` (fp64, fp32, bf16) follows from the
+    precision.
+    """
+
+    workload: str
+    implementation: str
+    layout: Layout = field(default_factory=Layout)
+    topology: Topology | None = None  # None: all ranks on one node, unshaped
+    options: Mapping[str, Any] = field(default_factory=dict)
+    precision: str = "fp32"
+    role: Role = "subject"
+    measurement: Measurement = field(default_factory=Measurement)
+    deadline_seconds: float = 300.0
+
+    def __post_init__(self) -> None:
+        if self.role not in get_args(Role):
+            raise ValueError(f"case: role must be one of {', '.join(get_args(Role))}, got {self.role!r}")
+        if not isinstance(self.layout, Layout):
+            raise ValueError(f"case: layout must be a Layout, got {self.layout!r}")
+        if not self.deadline_seconds > 0:
+            raise ValueError(f"case: deadline_seconds must be above 0, got {self.deadline_seconds!r}")
+        if self.topology is not None and self.topology.world_size != self.layout.world_size:
+            raise ValueError(
+                f"case: layout {self.layout} needs {self.layout.world_size} ranks, topology {self.topology} has "
+                f"{self.topology.world_size}"
+            )
+
+    @property
+    def world_size(self) -> int:
+        return self.layout.world_size
+
+    @property
+    def placed(self) -> Topology:
+        """The topology, with the default filled in."""
+        return self.topology or Topology(ranks_per_node=self.world_size)
+
+    @property
+    def id(self) -> str:
+        """Stable over sessions: a readable head and a hash of everything that identifies the work."""
+        identity = {key: value for key, value in self.to_json().items() if key not in ("id", "measurement", "deadline_seconds", "role")}
+        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:10]
+        return f"{self.implementation.rsplit('/', 1)[-1]}-{self.layout}-{digest}".replace(" ", "-").replace(":", ".").replace("=", "")
+
+    @property
+    def label(self) -> str:
+        """The implementation with its options, as shown to people."""
+        options = " ".join(f"{key}={value}" for key, value in self.options.items())
+        return f"{self.implementation} {options}".strip()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; with `id`."""
+        return {
+            "workload": self.workload,
+            "implementation": self.implementation,
+            "layout": str(self.layout),
+            "topology": asdict(self.placed),
+            "options": dict(self.options),
+            "precision": self.precision,
+            "role": self.role,
+            "measurement": asdict(self.measurement),
+            "deadline_seconds": self.deadline_seconds,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Case:
+        return cls(
+            workload=data["workload"],
+            implementation=data["implementation"],
+            layout=Layout.parse(data["layout"]),
+            topology=Topology(**data["topology"]),
+            options=data["options"],
+            precision=data["precision"],
+            role=data["role"],
+            measurement=Measurement(**data["measurement"]),
+            deadline_seconds=data["deadline_seconds"],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite:
+    """A list of cases. With `interleaved`, cases of the same workload, layout, topology and precision are timed side by
+    side, in rounds that take turns, and a ratio table is made of them."""
+
+    name: str
+    cases: tuple[Case, ...]
+    interleaved: bool = False
+    description: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.cases:
+            raise ValueError(f"suite {self.name!r}: expected at least one case, got none")
+        seen: dict[str, Case] = {}
+        for case in self.cases:
+            if case.id in seen:
+                raise ValueError(f"suite {self.name!r}: the same case twice: {case.label} on {case.layout}, {case.workload}")
+            seen[case.id] = case

@@ -1,0 +1,168 @@
+"""The one interface between the harness and whose code trains: an Implementation, one instance on each rank."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol, get_args
+
+import torch
+from torch import Tensor, nn
+
+from harness.layout import Layout
+from harness.loading import load_from_file
+from harness.mesh import Mesh
+from harness.workload import Batch, Workload
+
+MemoryCategory = Literal["parameters", "gradients", "optimizer_states", "communication_buffers"]
+MEMORY_CATEGORIES: tuple[MemoryCategory, ...] = get_args(MemoryCategory)
+Phase = Literal["forward", "backward", "reduce", "optimizer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutput:
+    """What one optimizer step tells, on this rank; tensors stay on the device, so that nothing waits for them.
+
+    `loss_sum` is the sum over this rank's valid targets (only where the loss lives: the last pipeline stage) and
+    `num_tokens` their count. `gradient_norm` is global and before clipping, None where it was not asked for.
+    """
+
+    loss_sum: Tensor | None
+    num_tokens: int
+    gradient_norm: Tensor | None
+    skipped: bool
+    learning_rates: tuple[float, ...]
+
+
+class Implementation(ABC):
+    """One way to train a workload on a layout. Options are the keyword arguments of its `__init__`, with defaults.
+
+    `module` is what the rank trains. The gradient norm is computed when the recipe needs it or while
+    `tracks_gradient_norm` is set (parity steps), never else.
+    """
+
+    strategy: ClassVar[str]
+    """What it does, whoever wrote it: implementations of one strategy are compared with each other."""
+    normalises_by: ClassVar[str] = "global token count"
+    """What its loss is divided by; anything but the default parts from one process when counts are unequal."""
+
+    module: nn.Module
+    tracks_gradient_norm: bool = False
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        """Why the library it needs cannot be used on this machine, or None. Called before any process starts."""
+        return None
+
+    @classmethod
+    def unsupported(
+        cls, workload: Workload, layout: Layout, device: torch.device, options: Mapping[str, Any]
+    ) -> str | None:
+        """Why this combination cannot run, or None. Called before any process starts."""
+        return None
+
+    @abstractmethod
+    def __init__(self, workload: Workload, layout: Layout, mesh: Mesh, device: torch.device, **options: Any) -> None: ...
+
+    @abstractmethod
+    def train_step(self, batch: Batch) -> StepOutput:
+        """One optimizer step on this rank's share. Collective over the mesh."""
+
+    @abstractmethod
+    def full_gradients(self) -> dict[str, Tensor]:
+        """The gradients of the last step, normalised, *before* clipping, whole, by logical name, on the CPU; a
+        parameter that nobody used is absent. Collective; never timed."""
+
+    @abstractmethod
+    def full_parameters(self) -> dict[str, Tensor]:
+        """The weights (the fp32 masters where there are any), whole, by logical name, on the CPU. Collective; never
+        timed."""
+
+    def full_buffers(self) -> dict[str, Tensor]:
+        """The module's buffers, by name, on the CPU."""
+        return {name: buffer.detach().cpu().clone() for name, buffer in self.module.named_buffers()}
+
+    def memory_tensors(self) -> dict[MemoryCategory, Iterable[Tensor]]:
+        """The tensors this rank holds between steps, by category; the harness counts each storage once. A tensor that
+        lies in memory the allocator did not hand out (a mapping) belongs here too."""
+        return {"parameters": self.module.parameters()}
+
+    def close(self) -> None:
+        """Release what outlives the object: mappings, threads, engines."""
+
+
+def phase(name: Phase) -> AbstractContextManager[Any]:
+    """Marks a part of `train_step` for the instruments; costs about a microsecond when none is looking."""
+    return torch.profiler.record_function(f"meshmark.{name}")
+
+
+class CollectiveObserver(Protocol):
+    """Where a transport that bypasses torch.distributed reports its collectives to the communication instrument.
+
+    While `null` is set the transport must complete everything at once and move nothing.
+    """
+
+    null: bool
+
+    def launched(self, operation: str, ranks: tuple[int, ...], tensor: Tensor, wire_bytes: int, transport: str) -> int:
+        """A collective on `tensor` starts now; returns a ticket."""
+        ...
+
+    def completed(self, ticket: int) -> None:
+        """It has completed."""
+        ...
+
+    def blocked(self, ticket: int) -> AbstractContextManager[None]:
+        """While inside, the caller does nothing but wait for, or itself carry out, this collective."""
+        ...
+
+
+def load(name: str) -> type[Implementation]:
+    """The class behind `native.ddp` (`impls/native/ddp.py`) or `path/to/file.py:Class`. ValueError for an unknown name;
+    ImportError, or whatever its library raises, if the file cannot be imported."""
+    if ".py:" in name:
+        found = load_from_file(name)
+        if not (inspect.isclass(found) and issubclass(found, Implementation)):
+            raise ValueError(f"implementation {name!r}: expected a subclass of Implementation, got {found!r}")
+        return found
+    if name not in names():
+        raise ValueError(
+            f"implementation {name!r}: expected one of {', '.join(names())}, or path/to/file.py:Class"
+        )
+    module = importlib.import_module(f"impls.{name}")
+    classes = [
+        value
+        for value in vars(module).values()
+        if inspect.isclass(value) and issubclass(value, Implementation) and value.__module__ == module.__name__
+    ]
+    assert len(classes) == 1, f"{module.__file__} must define one Implementation, found {len(classes)}"
+    return classes[0]
+
+
+def names() -> list[str]:
+    """Every implementation found under impls/, by name."""
+    package = importlib.import_module("impls")
+    found = []
+    for family in pkgutil.iter_modules(package.__path__):
+        if not family.ispkg:
+            found.append(family.name)
+            continue
+        inside = importlib.import_module(f"impls.{family.name}").__path__
+        found += [f"{family.name}.{module.name}" for module in pkgutil.iter_modules(inside) if not module.ispkg]
+    return sorted(found)
+
+
+def options_of(implementation: Callable[..., Any]) -> dict[str, Any]:
+    """The option names of an implementation with their defaults."""
+    fixed = {"self", "workload", "layout", "mesh", "device"}
+    parameters = inspect.signature(implementation.__init__).parameters  # type: ignore[misc]
+    return {
+        name: parameter.default
+        for name, parameter in parameters.items()
+        if name not in fixed and parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    }

@@ -1,0 +1,1 @@
+"""Launchers: how the ranks of a case are started, watched and ended."""

@@ -1,0 +1,1 @@
+"""Instruments: time, memory, communication."""

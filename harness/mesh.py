@@ -1,0 +1,76 @@
+"""Mesh: one rank's view of a running layout: its place, its process groups and its node."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from harness.layout import Axis, Coordinates, Layout
+from harness.topology import Topology
+
+if TYPE_CHECKING:
+    from harness.implementation import CollectiveObserver
+
+
+class Mesh:
+    """Built on every rank after `init_process_group`, in the same order everywhere; `timeout` bounds each collective.
+
+    `observer` is set only in instrumented runs: a transport that bypasses torch.distributed reports there.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        topology: Topology,
+        rank: int,
+        device: torch.device,
+        *,
+        observer: CollectiveObserver | None = None,
+        timeout: timedelta = timedelta(seconds=60),
+    ) -> None:
+        if topology.world_size != layout.world_size:
+            raise ValueError(
+                f"layout {layout} needs {layout.world_size} ranks, topology {topology} has {topology.world_size}"
+            )
+        self.layout = layout
+        self.topology = topology
+        self.rank = rank
+        self.device = device
+        self.observer = observer
+        self._timeout = timeout
+        self._groups: dict[tuple[str, int], dist.ProcessGroup] = {}
+
+    @property
+    def coordinates(self) -> Coordinates:
+        return self.layout.coordinates(self.rank)
+
+    def ranks(self, axis: Axis) -> tuple[int, ...]:
+        """The ranks of this rank's group along `axis`, in axis order."""
+        return next(group for group in self.layout.groups(axis) if self.rank in group)
+
+    def group(self, axis: Axis, *, lane: int = 0) -> dist.ProcessGroup:
+        """This rank's process group along `axis`. Another `lane` is another group over the same ranks, for operations
+        whose order must not depend on the first one's. Collective at first use: every rank must ask in the same order.
+        """
+        if (axis, lane) not in self._groups:
+            for ranks in self.layout.groups(axis):
+                group = dist.new_group(list(ranks), timeout=self._timeout)
+                if self.rank in ranks:
+                    self._groups[axis, lane] = group
+        return self._groups[axis, lane]
+
+    def on_one_node(self, axis: Axis) -> bool:
+        """Whether this rank's group along `axis` lies within one node."""
+        return self.topology.on_one_node(self.ranks(axis))
+
+    def device_mesh(self) -> DeviceMesh:
+        """torch's own mesh over the same ranks, with dims pipeline, data, tensor. Collective."""
+        return init_device_mesh(
+            self.device.type,
+            (self.layout.pipeline, self.layout.data, self.layout.tensor),
+            mesh_dim_names=("pipeline", "data", "tensor"),
+        )

@@ -1,0 +1,49 @@
+"""Topology: the machines a case runs on: nodes, ranks per node, the link between nodes, and where each rank sits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Placement = Literal["contiguous", "scattered"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """`link_mbits` None means that the link is not shaped. Placement `contiguous` fills a node before the next one;
+    `scattered` deals ranks out to the nodes in turn."""
+
+    num_nodes: int = 1
+    ranks_per_node: int
+    link_mbits: float | None = None
+    delay_ms: float = 0.0
+    placement: Placement = "contiguous"
+
+    def __post_init__(self) -> None:
+        for name in ("num_nodes", "ranks_per_node"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"topology: {name} must be a positive integer, got {value!r}")
+        if self.link_mbits is not None and not self.link_mbits > 0:
+            raise ValueError(f"topology: link_mbits must be above 0, got {self.link_mbits!r}")
+        if not self.delay_ms >= 0:
+            raise ValueError(f"topology: delay_ms must be 0 or more, got {self.delay_ms!r}")
+        if self.placement not in get_args(Placement):
+            raise ValueError(f"topology: placement must be one of {get_args(Placement)}, got {self.placement!r}")
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.ranks_per_node
+
+    def node_of(self, rank: int) -> int:
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank must be in [0, {self.world_size}) for {self.num_nodes} nodes, got {rank}")
+        return rank // self.ranks_per_node if self.placement == "contiguous" else rank % self.num_nodes
+
+    def on_one_node(self, ranks: tuple[int, ...]) -> bool:
+        return len({self.node_of(rank) for rank in ranks}) <= 1
+
+    def __str__(self) -> str:
+        link = "" if self.link_mbits is None else f" at {self.link_mbits:g} Mbit/s"
+        placement = "" if self.placement == "contiguous" else f" {self.placement}"
+        return f"{self.num_nodes}x{self.ranks_per_node}{link}{placement}"

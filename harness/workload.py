@@ -1,0 +1,277 @@
+"""Workload: model + data + loss + optimizer + global batch: the work that every implementation must do identically.
+
+Two rules live here because breaking them is what most parallel training bugs are:
+a loss is a *sum* over tokens together with the *count* of the whole global batch, divided once;
+a batch is a pure function of (seed, step), of which each data rank takes its own slice.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from harness.data import IGNORE_INDEX, Dataset, shuffled_index
+from harness.parameters import decay_matrices
+
+OptimizerName = Literal["adamw", "sgd"]
+ScheduleName = Literal["constant", "linear", "cosine"]
+Scaling = Literal["none", "linear", "sqrt"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Which dtype each thing has. `master` is the dtype of the optimizer's own copy of the weights, None where it steps
+    the parameters themselves; gradients are accumulated over micro-batches and reduced between ranks in `gradient`."""
+
+    name: str
+    compute: torch.dtype
+    gradient: torch.dtype
+    master: torch.dtype | None = None
+
+
+PRECISIONS = {
+    precision.name: precision
+    for precision in (
+        Precision(name="fp64", compute=torch.float64, gradient=torch.float64),
+        Precision(name="fp32", compute=torch.float32, gradient=torch.float32),
+        Precision(name="bf16", compute=torch.bfloat16, gradient=torch.bfloat16, master=torch.float32),
+        Precision(name="bf16_fp32_gradients", compute=torch.bfloat16, gradient=torch.float32, master=torch.float32),
+    )
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """The training recipe of a workload, the same for every implementation.
+
+    `clip_norm` bounds the global gradient norm; `skip_nonfinite` skips a step whose global norm is not finite, on all
+    ranks together (the learning rate follows *successful* updates only). `learning_rate_scaling` multiplies the rate by
+    global_batch_size / base_global_batch_size (linear: Goyal et al. 2017) or its square root (Hoffer et al. 2017).
+    """
+
+    global_batch_size: int = 8
+    num_micro_batches: int = 1
+    optimizer: OptimizerName = "adamw"
+    learning_rate: float = 1e-3
+    learning_rate_scaling: Scaling = "none"
+    base_global_batch_size: int | None = None
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    momentum: float = 0.9
+    weight_decay: float = 0.1
+    clip_norm: float | None = None
+    skip_nonfinite: bool = False
+    schedule: ScheduleName = "constant"
+    warmup_steps: int = 0
+    total_steps: int = 1000
+    final_learning_rate_ratio: float = 0.1
+    activation_checkpointing: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("global_batch_size", 1), ("num_micro_batches", 1), ("warmup_steps", 0), ("total_steps", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        for name, choices in (
+            ("optimizer", get_args(OptimizerName)),
+            ("schedule", get_args(ScheduleName)),
+            ("learning_rate_scaling", get_args(Scaling)),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        for name in ("learning_rate", "weight_decay", "epsilon", "momentum"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(f"clip_norm must be above 0, or none, got {self.clip_norm!r}")
+        if self.num_micro_batches > self.global_batch_size:
+            raise ValueError(
+                f"num_micro_batches must be at most global_batch_size, got {self.num_micro_batches} micro-batches "
+                f"for a global batch of {self.global_batch_size}"
+            )
+        if self.learning_rate_scaling != "none" and not self.base_global_batch_size:
+            raise ValueError(f"learning_rate_scaling={self.learning_rate_scaling} needs base_global_batch_size, got none")
+
+    def learning_rate_at(self, num_updates: int) -> float:
+        """The learning rate of the update that follows `num_updates` successful ones."""
+        peak = self.learning_rate
+        if self.learning_rate_scaling != "none" and self.base_global_batch_size:
+            ratio = self.global_batch_size / self.base_global_batch_size
+            peak *= ratio if self.learning_rate_scaling == "linear" else math.sqrt(ratio)
+        if num_updates < self.warmup_steps:
+            return peak * (num_updates + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return peak
+        done = min(1.0, (num_updates - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
+        falling = 1.0 - done if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        return peak * (self.final_learning_rate_ratio + (1.0 - self.final_learning_rate_ratio) * falling)
+
+    @property
+    def checks_norm(self) -> bool:
+        """Whether the recipe itself needs the global gradient norm at each step."""
+        return self.clip_norm is not None or self.skip_nonfinite
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """What one data rank feeds forward at once. `num_tokens` counts its valid targets; `seed` fixes its dropout."""
+
+    inputs: Tensor  # (samples, ...)
+    targets: Tensor  # (samples, ...)
+    num_tokens: int
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One data rank's share of one optimizer step. `global_num_tokens` is the divisor of the loss: the valid targets of
+    all ranks and micro-batches together."""
+
+    step: int
+    micro_batches: tuple[MicroBatch, ...]
+    global_num_tokens: int
+
+
+def count_targets(targets: Tensor) -> int:
+    """How many targets count: those not ignored where targets are class indices, else one per sample."""
+    if targets.dtype.is_floating_point:
+        return len(targets)
+    return int((targets != IGNORE_INDEX).sum())
+
+
+def cross_entropy_sum(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Sum over valid targets of the cross-entropy of `outputs` (..., classes) in at least fp32; a scalar."""
+    logits = outputs.flatten(0, -2)
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()
+    return nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def children_of_sequential(model: nn.Module) -> Sequence[nn.Module]:
+    """The blocks of a model that is an nn.Sequential; any other model is one block."""
+    return list(model.children()) if isinstance(model, nn.Sequential) else [model]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """`model` builds the module with fp32 weights from torch's default generator. `loss` is a sum over valid targets.
+    `blocks` are the units that activation checkpointing recomputes and sharding strategies gather.
+
+    `depends_on_chunks` says that a sample's result depends on which samples share its micro-batch or on the order of
+    random numbers (local BatchNorm, dropout): the reference then replays the very chunks of the data ranks.
+    `fixed_dtypes` keeps the dtypes the model was built with, whatever the precision.
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    dataset: Dataset
+    training: Training = field(default_factory=Training)
+    loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy_sum
+    count: Callable[[Tensor], int] = count_targets
+    decays: Callable[[str, Tensor], bool] = decay_matrices
+    blocks: Callable[[nn.Module], Sequence[nn.Module]] = children_of_sequential
+    unit: Literal["tokens", "samples"] = "tokens"
+    uses_random_numbers: bool = False
+    depends_on_chunks: bool = False
+    synchronise_batch_norm: bool = False
+    fixed_dtypes: bool = False
+    flops_per_unit: float | None = None
+    precision: Precision = PRECISIONS["fp32"]
+    weights: Path | None = None
+
+    def build_model(self) -> nn.Module:
+        """The module on the CPU with its starting weights (read from `weights` where given), in compute precision."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.training.seed)
+            model = self.model()
+        if self.weights is not None:
+            model.load_state_dict(torch.load(self.weights, weights_only=True, mmap=True))
+        if not self.fixed_dtypes:
+            model.to(self.precision.compute)
+        if self.training.activation_checkpointing:
+            for block in self.blocks(model):
+                # The instance attribute shadows the method: parameter names stay as they are.
+                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        return model.train()
+
+    def batch(self, step: int, *, data_rank: int = 0, data_degree: int = 1) -> Batch:
+        """The share of `data_rank` in optimizer step `step` (from 0). Micro-batch i of the whole is the union of the
+        ranks' micro-batches i, so every data degree sees the same samples in the same order."""
+        size, num_micro_batches = self.training.global_batch_size, self.training.num_micro_batches
+        micro_batches = []
+        for index in range(num_micro_batches):
+            first, last = _share(size, index, num_micro_batches)
+            lower, upper = _share(last - first, data_rank, data_degree)
+            positions = range(step * size + first + lower, step * size + first + upper)
+            # A rank without samples borrows one, at weight zero, so that it takes part in every collective.
+            inputs, targets = self._samples(positions or range(positions.start, positions.start + 1))
+            micro_batches.append(
+                MicroBatch(
+                    inputs=inputs,
+                    targets=targets,
+                    num_tokens=self.count(targets) if positions else 0,
+                    seed=((self.training.seed * 1_000_003 + step) * 8191 + data_rank) * 1021 + index,
+                )
+            )
+        return Batch(step=step, micro_batches=tuple(micro_batches), global_num_tokens=self.global_num_tokens(step))
+
+    def global_num_tokens(self, step: int) -> int:
+        """The number of valid targets in the whole global batch of `step`."""
+        size = self.training.global_batch_size
+        indices = (
+            shuffled_index(position, len(self.dataset), self.training.seed)
+            for position in range(step * size, (step + 1) * size)
+        )
+        return sum(self.count(self.dataset.sample(index)[1].unsqueeze(0)) for index in indices)
+
+    def loss_sum(self, model: Callable[[Tensor], Tensor], micro_batch: MicroBatch) -> Tensor:
+        """Forward through `model` (the module or whatever wraps it) and the *sum* of the losses; a scalar."""
+        if self.uses_random_numbers:
+            torch.manual_seed(micro_batch.seed)
+        loss = self.loss(model(micro_batch.inputs), micro_batch.targets)
+        return loss if micro_batch.num_tokens else loss * 0.0
+
+    def fits_data_degree(self, data_degree: int) -> str | None:
+        """Why the global batch cannot be shared out over `data_degree` ranks, or None."""
+        smallest = self.training.global_batch_size // self.training.num_micro_batches
+        if smallest < data_degree and (self.depends_on_chunks or self.synchronise_batch_norm):
+            return (
+                f"batch statistics need a sample on every rank: a micro-batch of {smallest} samples "
+                f"cannot be shared by {data_degree} data ranks"
+            )
+        return None
+
+    def _samples(self, positions: range) -> tuple[Tensor, Tensor]:
+        samples = [
+            self.dataset.sample(shuffled_index(position, len(self.dataset), self.training.seed)) for position in positions
+        ]
+        inputs, targets = torch.stack([s[0] for s in samples]), torch.stack([s[1] for s in samples])
+        if not self.fixed_dtypes:
+            inputs, targets = (t.to(self.precision.compute) if t.is_floating_point() else t for t in (inputs, targets))
+        return inputs, targets
+
+
+def _share(length: int, index: int, count: int) -> tuple[int, int]:
+    """[first, last) of part `index` when `length` things are cut into `count` parts that differ by at most one."""
+    return length * index // count, length * (index + 1) // count
+
+
+TRAINING_OPTIONS = frozenset(f.name for f in fields(Training))
+
+
+def in_precision(workload: Workload, precision: str, weights: Path | None = None) -> Workload:
+    """The same work in another precision, starting from the weights in the file `weights`."""
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    return replace(workload, precision=PRECISIONS[precision], weights=weights)

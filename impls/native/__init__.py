@@ -1,0 +1,1 @@
+"""Our own implementations of the parallel strategies."""

@@ -1,0 +1,1 @@
+"""The mechanisms the native implementations are composed of, one a file."""

@@ -1,0 +1,1 @@
+"""torch's own implementations, as their best users run them."""

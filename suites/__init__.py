@@ -1,0 +1,1 @@
+"""Suites: lists of cases, in Python."""
