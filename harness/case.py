@@ -81,9 +81,11 @@ class Case:
     @property
     def id(self) -> str:
         """Stable over sessions: a readable head and a hash of everything that identifies the work."""
-        identity = {key: value for key, value in self.to_json().items() if key not in ("id", "measurement", "deadline_seconds", "role")}
+        not_identity = ("measurement", "deadline_seconds", "role")
+        identity = {key: value for key, value in self.to_json().items() if key not in not_identity}
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:10]
-        return f"{self.implementation.rsplit('/', 1)[-1]}-{self.layout}-{digest}".replace(" ", "-").replace(":", ".").replace("=", "")
+        head = f"{self.implementation.rsplit('/', 1)[-1]}-{self.layout}"
+        return f"{head.translate(str.maketrans({' ': '-', ':': '.', '=': None}))}-{digest}"
 
     @property
     def label(self) -> str:
@@ -136,5 +138,7 @@ class Suite:
         seen: dict[str, Case] = {}
         for case in self.cases:
             if case.id in seen:
-                raise ValueError(f"suite {self.name!r}: the same case twice: {case.label} on {case.layout}, {case.workload}")
+                raise ValueError(
+                    f"suite {self.name!r}: the same case twice: {case.label}, {case.layout}, {case.workload}"
+                )
             seen[case.id] = case

@@ -6,7 +6,7 @@ import importlib
 import inspect
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, get_args
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from harness.layout import Layout
 from harness.loading import load_from_file
 from harness.mesh import Mesh
+from harness.parameters import LogicalParameter
 from harness.workload import Batch, Workload
 
 MemoryCategory = Literal["parameters", "gradients", "optimizer_states", "communication_buffers"]
@@ -66,8 +67,24 @@ class Implementation(ABC):
         """Why this combination cannot run, or None. Called before any process starts."""
         return None
 
+    @classmethod
+    def predicted_memory(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Mapping[MemoryCategory, int] | None:
+        """Bytes per rank by category from the closed form of the strategy (the largest rank's), or None."""
+        return None
+
+    @classmethod
+    def predicted_wire_bytes(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> int | None:
+        """Bytes one rank sends in one step, from the closed form of the strategy (the largest rank's), or None."""
+        return None
+
     @abstractmethod
-    def __init__(self, workload: Workload, layout: Layout, mesh: Mesh, device: torch.device, **options: Any) -> None: ...
+    def __init__(
+        self, workload: Workload, layout: Layout, mesh: Mesh, device: torch.device, **options: Any
+    ) -> None: ...
 
     @abstractmethod
     def train_step(self, batch: Batch) -> StepOutput:
@@ -92,7 +109,7 @@ class Implementation(ABC):
         lies in memory the allocator did not hand out (a mapping) belongs here too."""
         return {"parameters": self.module.parameters()}
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  most have nothing to release
         """Release what outlives the object: mappings, threads, engines."""
 
 
@@ -131,9 +148,7 @@ def load(name: str) -> type[Implementation]:
             raise ValueError(f"implementation {name!r}: expected a subclass of Implementation, got {found!r}")
         return found
     if name not in names():
-        raise ValueError(
-            f"implementation {name!r}: expected one of {', '.join(names())}, or path/to/file.py:Class"
-        )
+        raise ValueError(f"implementation {name!r}: expected one of {', '.join(names())}, or path/to/file.py:Class")
     module = importlib.import_module(f"impls.{name}")
     classes = [
         value
@@ -160,7 +175,7 @@ def names() -> list[str]:
 def options_of(implementation: Callable[..., Any]) -> dict[str, Any]:
     """The option names of an implementation with their defaults."""
     fixed = {"self", "workload", "layout", "mesh", "device"}
-    parameters = inspect.signature(implementation.__init__).parameters  # type: ignore[misc]
+    parameters = inspect.signature(implementation.__init__).parameters
     return {
         name: parameter.default
         for name, parameter in parameters.items()

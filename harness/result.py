@@ -65,9 +65,7 @@ class Result:
             raise ValueError(f"result: metrics must be finite, got {', '.join(not_finite)}")
 
     def to_json(self) -> dict[str, Any]:
-        data = {
-            key: getattr(self, key) for key in self.__dataclass_fields__ if key not in ("case", "parity")
-        }
+        data = {key: getattr(self, key) for key in self.__dataclass_fields__ if key not in ("case", "parity")}
         return {
             "case": {"id": self.case.id, **self.case.to_json()},
             **data,

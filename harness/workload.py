@@ -20,32 +20,11 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.data import IGNORE_INDEX, Dataset, shuffled_index
 from harness.parameters import decay_matrices
+from harness.precision import PRECISIONS, Precision
 
 OptimizerName = Literal["adamw", "sgd"]
 ScheduleName = Literal["constant", "linear", "cosine"]
 Scaling = Literal["none", "linear", "sqrt"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Precision:
-    """Which dtype each thing has. `master` is the dtype of the optimizer's own copy of the weights, None where it steps
-    the parameters themselves; gradients are accumulated over micro-batches and reduced between ranks in `gradient`."""
-
-    name: str
-    compute: torch.dtype
-    gradient: torch.dtype
-    master: torch.dtype | None = None
-
-
-PRECISIONS = {
-    precision.name: precision
-    for precision in (
-        Precision(name="fp64", compute=torch.float64, gradient=torch.float64),
-        Precision(name="fp32", compute=torch.float32, gradient=torch.float32),
-        Precision(name="bf16", compute=torch.bfloat16, gradient=torch.bfloat16, master=torch.float32),
-        Precision(name="bf16_fp32_gradients", compute=torch.bfloat16, gradient=torch.float32, master=torch.float32),
-    )
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +57,12 @@ class Training:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("global_batch_size", 1), ("num_micro_batches", 1), ("warmup_steps", 0), ("total_steps", 1)):
+        for name, least in (
+            ("global_batch_size", 1),
+            ("num_micro_batches", 1),
+            ("warmup_steps", 0),
+            ("total_steps", 1),
+        ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
@@ -101,7 +85,9 @@ class Training:
                 f"for a global batch of {self.global_batch_size}"
             )
         if self.learning_rate_scaling != "none" and not self.base_global_batch_size:
-            raise ValueError(f"learning_rate_scaling={self.learning_rate_scaling} needs base_global_batch_size, got none")
+            raise ValueError(
+                f"learning_rate_scaling={self.learning_rate_scaling} needs base_global_batch_size, got none"
+            )
 
     def learning_rate_at(self, num_updates: int) -> float:
         """The learning rate of the update that follows `num_updates` successful ones."""
@@ -254,7 +240,8 @@ class Workload:
 
     def _samples(self, positions: range) -> tuple[Tensor, Tensor]:
         samples = [
-            self.dataset.sample(shuffled_index(position, len(self.dataset), self.training.seed)) for position in positions
+            self.dataset.sample(shuffled_index(position, len(self.dataset), self.training.seed))
+            for position in positions
         ]
         inputs, targets = torch.stack([s[0] for s in samples]), torch.stack([s[1] for s in samples])
         if not self.fixed_dtypes:
