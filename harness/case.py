@@ -85,7 +85,7 @@ class Case:
         identity = {key: value for key, value in self.to_json().items() if key not in not_identity}
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:10]
         head = f"{self.implementation.rsplit('/', 1)[-1]}-{self.layout}"
-        return f"{head.translate(str.maketrans({' ': '-', ':': '.', '=': None}))}-{digest}"
+        return f"{head.replace(' ', '-').replace(':', '.').replace('=', '')}-{digest}"
 
     @property
     def label(self) -> str:

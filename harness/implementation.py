@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, get_args
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,9 @@ from torch import Tensor, nn
 from harness.layout import Layout
 from harness.loading import load_from_file
 from harness.mesh import Mesh
-from harness.parameters import LogicalParameter
+from harness.parameters import LogicalParameter, MemoryCategory
 from harness.workload import Batch, Workload
 
-MemoryCategory = Literal["parameters", "gradients", "optimizer_states", "communication_buffers"]
-MEMORY_CATEGORIES: tuple[MemoryCategory, ...] = get_args(MemoryCategory)
 Phase = Literal["forward", "backward", "reduce", "optimizer"]
 
 
@@ -104,6 +102,14 @@ class Implementation(ABC):
         """The module's buffers, by name, on the CPU."""
         return {name: buffer.detach().cpu().clone() for name, buffer in self.module.named_buffers()}
 
+    def facts(self) -> Mapping[str, str]:
+        """What it settled on that its options do not tell (a fallback it took, say); kept in the result."""
+        return {}
+
+    def replicated_tensors(self) -> Iterable[Tensor]:
+        """What every rank of the data axis must hold bit for bit alike between steps."""
+        return self.module.parameters()
+
     def memory_tensors(self) -> dict[MemoryCategory, Iterable[Tensor]]:
         """The tensors this rank holds between steps, by category; the harness counts each storage once. A tensor that
         lies in memory the allocator did not hand out (a mapping) belongs here too."""
@@ -124,7 +130,8 @@ class CollectiveObserver(Protocol):
     While `null` is set the transport must complete everything at once and move nothing.
     """
 
-    null: bool
+    @property
+    def null(self) -> bool: ...
 
     def launched(self, operation: str, ranks: tuple[int, ...], tensor: Tensor, wire_bytes: int, transport: str) -> int:
         """A collective on `tensor` starts now; returns a ticket."""

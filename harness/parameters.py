@@ -5,11 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import nn
 
 from harness.precision import Precision
+
+MemoryCategory = Literal["parameters", "gradients", "optimizer_states", "communication_buffers"]
+MEMORY_CATEGORIES: tuple[MemoryCategory, ...] = get_args(MemoryCategory)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +71,7 @@ def logical_parameters(
 
 def replicated_state_bytes(
     parameters: Sequence[LogicalParameter], precision: Precision, optimizer: str
-) -> dict[str, int]:
+) -> dict[MemoryCategory, int]:
     """Bytes of parameters, gradients and optimizer states where every rank holds all of them: for P parameters in fp32
     under AdamW 4P + 4P + 8P; in bf16 with fp32 masters 2P + 2P + 12P (Rajbhandari et al. 2020, "ZeRO")."""
     trained = [parameter for parameter in parameters if parameter.trainable]

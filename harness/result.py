@@ -51,6 +51,7 @@ class Result:
     samples: Mapping[str, Any] = field(default_factory=dict)
     culprit: int | None = None
     traceback: str | None = None
+    strategy: str = ""  # the implementation's, where it could be loaded
     suite: str = ""
     suite_run: str = ""
     started: float = 0.0  # seconds since the epoch

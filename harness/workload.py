@@ -128,6 +128,14 @@ class Batch:
     micro_batches: tuple[MicroBatch, ...]
     global_num_tokens: int
 
+    def to(self, device: torch.device) -> Batch:
+        """The same share on another device."""
+        moved = (
+            replace(micro_batch, inputs=micro_batch.inputs.to(device), targets=micro_batch.targets.to(device))
+            for micro_batch in self.micro_batches
+        )
+        return self if device.type == "cpu" else replace(self, micro_batches=tuple(moved))
+
 
 def count_targets(targets: Tensor) -> int:
     """How many targets count: those not ignored where targets are class indices, else one per sample."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,8 @@ def names() -> list[str]:
 def load(text: str) -> Workload:
     """The workload that `text` describes, in fp32. ValueError for an unknown name, option or value."""
     name, builder, options = _parse(text)
+    if not callable(builder):
+        raise ValueError(f"workload {text!r}: {name} must be a function, got {type(builder).__name__}")
     accepted = inspect.signature(builder).parameters
     training = {key: value for key, value in options.items() if key in TRAINING_OPTIONS}
     own = {key: value for key, value in options.items() if key not in TRAINING_OPTIONS}
@@ -53,15 +55,46 @@ def load(text: str) -> Workload:
     return replace(workload, name=text)
 
 
-def _parse(text: str) -> tuple[str, Builder, dict[str, Any]]:
+def with_options(text: str, **options: Any) -> str:
+    """The workload `text` with some options set anew: `gpt:size=tiny` and seed=3 give `gpt:size=tiny,seed=3`."""
+    head, current = _split(text)
+    merged = {**_parse_options(text, current), **options}
+    return _join(head, merged)
+
+
+def without_training_options(text: str, *, keep: Collection[str] = ()) -> str:
+    """The workload `text` without the options that say how it is trained, but for those in `keep`."""
+    head, current = _split(text)
+    options = _parse_options(text, current)
+    return _join(head, {k: v for k, v in options.items() if k not in TRAINING_OPTIONS or k in keep})
+
+
+def _split(text: str) -> tuple[str, str]:
+    """Into what names the builder, and the options."""
     if ".py:" in text:
         path, _, rest = text.partition(".py:")
         function, _, options = rest.partition(":")
-        return function, load_from_file(f"{path}.py:{function}"), _parse_options(text, options)
-    name, _, options = text.partition(":")
-    if name not in names():
+        return f"{path}.py:{function}", options
+    head, _, options = text.partition(":")
+    return head, options
+
+
+def _join(head: str, options: Mapping[str, Any]) -> str:
+    written = ",".join(f"{key}={_write_value(value)}" for key, value in options.items())
+    return f"{head}:{written}" if written else head
+
+
+def _write_value(value: Any) -> str:
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def _parse(text: str) -> tuple[str, Builder, dict[str, Any]]:
+    head, options = _split(text)
+    if ".py:" in text:
+        return head.rpartition(":")[2], load_from_file(head), _parse_options(text, options)
+    if head not in names():
         raise ValueError(f"workload {text!r}: expected one of {', '.join(names())}, or path/to/file.py:builder")
-    return name, importlib.import_module(f"harness.models.{name}").workload, _parse_options(text, options)
+    return head, importlib.import_module(f"harness.models.{head}").workload, _parse_options(text, options)
 
 
 def _parse_options(text: str, options: str) -> dict[str, Any]:

@@ -1,0 +1,268 @@
+"""The command line: `meshmark run | list | try | report | upload`.
+
+Nothing heavy is imported until a command needs it: ranks import this file again, and help should be instant.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+BAD_INPUT = 2
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="meshmark",
+    help=(
+        "Run the same training work under many implementations and layouts, and hold each against one process.\n\n"
+        "Start with [bold]meshmark list[/], then [bold]meshmark run smoke[/]. Exit code: 0 when every case is ok (or "
+        "cannot run here for a stated reason), 1 when a case failed, diverged or ran out of time, 2 for bad input."
+    ),
+    rich_markup_mode="rich",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ResultsOption = Annotated[
+    Path | None,
+    typer.Option("--results", help="Directory for the results. Default: results/SUITE-TIME.", show_default=False),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the results as JSON on standard output, nothing else.")]
+NoUploadOption = Annotated[
+    bool, typer.Option("--no-upload", help="Leave MLflow alone; `meshmark upload` does it later.")
+]
+DirectoryArgument = Annotated[Path, typer.Argument(metavar="DIR", help="A results directory.", show_default=False)]
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"expected an integer, got {text!r}") from None
+
+
+def _count(help_text: str) -> Any:
+    """An option that is a number; whether it is a possible one, Layout and Measurement know."""
+    return typer.Option(metavar="N", help=help_text, parser=_integer)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code. Bad input gives one line on standard error."""
+    given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    try:
+        return int(app(given, prog_name="meshmark", standalone_mode=False) or 0)
+    except (typer.Abort, KeyboardInterrupt):
+        return INTERRUPTED
+    except Exception as error:
+        # A usage error of typer; its class has moved between typer's versions.
+        if not hasattr(error, "format_message"):
+            raise
+        print(f"meshmark: {_one_line(error.format_message())}", file=sys.stderr)
+        return BAD_INPUT
+
+
+@app.command()
+def run(
+    suite: Annotated[
+        str, typer.Argument(metavar="SUITE", help="A name from `meshmark list suites`, or path/to/file.py.")
+    ],
+    *,
+    only: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATTERN",
+            help="Run the cases whose description, such as `native.ddp data=2 gpt:size=tiny fp32`, contains this; "
+            "* and ? are wildcards.",
+        ),
+    ] = None,
+    results: ResultsOption = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Run what is missing in --results (default: the newest run of the suite)."),
+    ] = False,
+    as_json: JsonOption = False,
+    no_upload: NoUploadOption = False,
+) -> None:
+    """Run a suite: progress, a table, results.jsonl, report.md, MLflow.
+
+    [bold]meshmark run smoke[/]                          every case of the smoke suite
+
+    [bold]meshmark run peers --only 'native*data=2'[/]   only those cases
+
+    [bold]meshmark run my_suite.py --results out[/]      your own suite, into out/
+
+    [bold]meshmark run smoke --resume[/]                 go on with the newest run
+    """
+    from harness import suite_run, suites, validation
+
+    with _bad_input():
+        loaded = suites.load(suite)
+        chosen = loaded if only is None else suites.select(loaded, only)
+        validation.check(chosen.cases)
+        directory = suite_run.directory_for(chosen.name, results, resume=resume)
+    again = ["meshmark", "run", suite, *(["--only", only] if only else []), "--results", str(directory), "--resume"]
+    raise typer.Exit(
+        suite_run.execute(chosen, directory, resume=resume, as_json=as_json, upload=not no_upload, again=again)
+    )
+
+
+@app.command("try")
+def try_one(
+    implementation: Annotated[
+        str,
+        typer.Argument(metavar="IMPLEMENTATION", help="From `meshmark list implementations`, or file.py:Class."),
+    ],
+    *,
+    workload: Annotated[
+        str, typer.Option(metavar="W", help="From `meshmark list workloads`, with options, or file.py:builder.")
+    ] = "gpt",
+    data: Annotated[int, _count("Data-parallel degree.")] = 1,
+    shard: Annotated[int | None, _count("Shards within the data degree; all of it by default.")] = None,
+    tensor: Annotated[int, _count("Tensor-parallel degree.")] = 1,
+    pipeline: Annotated[int, _count("Pipeline stages.")] = 1,
+    precision: Annotated[str, typer.Option(help="fp32, fp64, bf16 or bf16_fp32_gradients.")] = "fp32",
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--option", "-o", metavar="K=V", help="An option of the implementation; may be repeated."),
+    ] = None,
+    steps: Annotated[int, _count("Timed steps; 0 checks parity alone.")] = 10,
+    results: ResultsOption = None,
+    as_json: JsonOption = False,
+    no_upload: NoUploadOption = False,
+) -> None:
+    """Run one case beside its single-process reference.
+
+    [bold]meshmark try native.ddp --data 2[/]
+
+    [bold]meshmark try native.ddp --data 4 --option reduction=ring --workload gpt:tied=true --precision fp64[/]
+
+    [bold]meshmark try torch.ddp --data 2 --workload my_workload.py:sine --steps 50[/]
+    """
+    from harness import suite_run, validation
+    from harness.case import Case, Measurement, Suite
+    from harness.layout import Layout
+
+    with _bad_input():
+        measurement = Measurement(timed_steps=steps)
+        tried = Case(
+            workload=workload,
+            implementation=implementation,
+            layout=Layout(data=data, shard=shard, tensor=tensor, pipeline=pipeline),
+            options=_options(option or []),
+            precision=precision,
+            measurement=measurement,
+        )
+        reference = Case(
+            workload=workload,
+            implementation="reference",
+            precision=precision,
+            role="reference",
+            measurement=measurement,
+        )
+        suite = Suite(name="try", cases=tuple({case.id: case for case in (reference, tried)}.values()))
+        validation.check(suite.cases)
+        directory = suite_run.directory_for(suite.name, results, resume=False)
+    raise typer.Exit(
+        suite_run.execute(suite, directory, resume=False, as_json=as_json, upload=not no_upload, again=None)
+    )
+
+
+@app.command("list")
+def list_all(
+    what: Annotated[
+        Literal["all", "suites", "implementations", "workloads"],
+        typer.Argument(metavar="[suites|implementations|workloads]", help="What to list; everything by default."),
+    ] = "all",
+) -> None:
+    """Show the suites, implementations and workloads there are, and what cannot run here and why."""
+    from harness import catalogue, suite_run
+
+    console = suite_run.console_here()
+    if what in ("all", "suites"):
+        console.print(catalogue.suites_table())
+    if what in ("all", "implementations"):
+        console.print(catalogue.implementations_table())
+    if what in ("all", "workloads"):
+        console.print(catalogue.workloads_table())
+
+
+@app.command()
+def report(
+    directory: DirectoryArgument,
+    format: Annotated[
+        Literal["table", "markdown", "json"], typer.Option("--format", help="How to print the results.")
+    ] = "table",
+) -> None:
+    """Print the report of a results directory again.
+
+    [bold]meshmark report results/smoke-20300101-120000 --format markdown > report.md[/]
+    """
+    from harness import report as reports
+    from harness import suite_run
+    from harness.result import read
+
+    with _bad_input():
+        found = read(directory)
+        ratios = reports.read_ratios(directory)
+    if format == "json":
+        suite_run.print_json(found)
+    elif format == "markdown":
+        print(reports.markdown(found, ratios, directory), end="")
+    else:
+        console = suite_run.console_here()
+        console.print(reports.text(found, ratios, directory, console.width))
+
+
+@app.command()
+def upload(
+    directory: DirectoryArgument,
+    tracking_uri: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URI",
+            help="MLflow's store. Default: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Fill MLflow from a results directory; doing it twice changes nothing.
+
+    [bold]meshmark upload results/smoke-20300101-120000 --tracking-uri http://mlflow.example:5000[/]
+    """
+    from harness import tracking
+    from harness.result import read
+
+    with _bad_input():
+        read(directory)  # a missing or broken directory is said before MLflow is imported
+    print(tracking.upload(directory, tracking_uri=tracking_uri).message)
+
+
+def _options(texts: Sequence[str]) -> dict[str, Any]:
+    from harness.models import parse_value
+
+    options: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key.isidentifier():
+            raise ValueError(f"--option: expected key=value, got {text!r}")
+        options[key] = parse_value(value)
+    return options
+
+
+@contextmanager
+def _bad_input() -> Iterator[None]:
+    """Turns what is wrong with the user's input into one line and exit code 2."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        print(f"meshmark: {_one_line(str(error))}", file=sys.stderr)
+        raise typer.Exit(BAD_INPUT) from None
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,126 @@
+"""Which category each block of memory belongs to.
+
+Each block gets one:
+
+    parameters, gradients,     the implementation lists a tensor in it after some step; where several categories claim
+    optimizer_states,          one block, the first in this order has it
+    communication_buffers
+    activations                not listed, born in a forward mark, outlives the mark, dies before its step ends
+    gradients                  not listed, born in a backward mark, outlives the mark, dies before its step ends
+    other                      the rest: batches, temporaries of a kernel, gradients of activations, unlisted buffers
+
+Parameters that a sharding strategy gathers in forward and keeps for backward look like activations.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from harness.implementation import Phase
+from harness.measure.allocations import Block, Mark, Timeline
+from harness.parameters import MEMORY_CATEGORIES, MemoryCategory
+
+Category = MemoryCategory | Literal["activations", "other"]
+CATEGORIES: tuple[Category, ...] = (*MEMORY_CATEGORIES, "activations", "other")
+
+MARK_PREFIX = "meshmark."
+STEP_MARK = "meshmark.step"
+LIST_MARK = "meshmark.memory_tensors"
+_PHASE_PRODUCTS: Mapping[Phase, Category] = {"forward": "activations", "backward": "gradients"}
+
+Span = tuple[int, int]
+"""Address and bytes of one storage."""
+
+
+def storages(tensors: Iterable[Tensor], device: torch.device) -> Iterator[Span]:
+    """Address and bytes of the storage of each tensor that lies on `device`."""
+    for tensor in tensors:
+        # A DTensor is a description without memory; its local tensor has the storage.
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storage = local.untyped_storage()
+        if local.device.type == device.type and storage.nbytes():
+            yield storage.data_ptr(), storage.nbytes()
+
+
+def phase_marks(timeline: Timeline, phase: Phase, within: Mark) -> list[Mark]:
+    """The marks of `phase` that lie in the interval of `within`."""
+    marks = timeline.marked(f"{MARK_PREFIX}{phase}")
+    return [mark for mark in marks if within.begin <= mark.begin and mark.end <= within.end]
+
+
+def by_category(
+    timeline: Timeline, listed: Sequence[Mapping[MemoryCategory, Sequence[Span]]]
+) -> tuple[dict[Category, list[Block]], dict[Category, int]]:
+    """Each block of the timeline under its category, and the bytes of each category that lie in no block of it (those
+    of the last step, each address once)."""
+    addresses = _Addresses(timeline.blocks)
+    category_of: dict[Block, Category] = {}
+    unseen: list[tuple[int, int, Category]] = []  # (first address, end, category)
+    moments = [mark.begin for mark in timeline.marked(LIST_MARK)]
+    for category in MEMORY_CATEGORIES:
+        for moment, spans_of in zip(moments, listed, strict=True):
+            for address, num_bytes in spans_of.get(category, ()):
+                if block := addresses.find(address, moment):
+                    category_of.setdefault(block, category)
+                elif moment == moments[-1]:
+                    unseen.append((address, address + num_bytes, category))
+
+    for phase, product in _PHASE_PRODUCTS.items():
+        for step in timeline.marked(STEP_MARK):
+            for mark in phase_marks(timeline, phase, step):
+                for block in addresses.born_in(mark):
+                    if mark.end < block.died <= step.end:
+                        category_of.setdefault(block, product)
+
+    seen: list[Category] = [c for c in CATEGORIES if c != "activations" or timeline.marked(f"{MARK_PREFIX}forward")]
+    blocks: dict[Category, list[Block]] = {category: [] for category in seen}
+    for block in timeline.blocks:
+        blocks[category_of.get(block, "other")].append(block)
+    return blocks, _bytes_once(unseen)
+
+
+class _Addresses:
+    """Finds blocks of a timeline by time and address."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self._by_birth = blocks
+        self._births = [block.born for block in blocks]
+        self._alive: dict[int, list[Block]] = {}  # moment -> living blocks by address
+
+    def find(self, address: int, moment: int) -> Block | None:
+        """The block alive at `moment` that `address` lies in."""
+        if moment not in self._alive:
+            living = (block for block in self._by_birth if block.born <= moment < block.died)
+            self._alive[moment] = sorted(living, key=lambda block: block.address)
+        alive = self._alive[moment]
+        index = bisect_right(alive, address, key=lambda block: block.address) - 1
+        if index >= 0 and address < alive[index].address + alive[index].num_bytes:
+            return alive[index]
+        return None
+
+    def born_in(self, mark: Mark) -> Sequence[Block]:
+        return self._by_birth[bisect_right(self._births, mark.begin) : bisect_right(self._births, mark.end)]
+
+
+def _bytes_once(spans: Iterable[tuple[int, int, Category]]) -> dict[Category, int]:
+    """Bytes by category of (first address, end, category) spans that may overlap: each address counts for the category
+    that comes first in the order of CATEGORIES."""
+    count: dict[Category, int] = {}
+    edges: list[tuple[int, int, Category]] = []
+    for begin, end, category in spans:
+        edges += [(begin, 1, category), (end, -1, category)]
+    open_spans = dict.fromkeys(CATEGORIES, 0)
+    previous = 0
+    for address, change, category in sorted(edges):
+        owner = next((c for c in CATEGORIES if open_spans[c]), None)
+        if owner:
+            count[owner] = count.get(owner, 0) + address - previous
+        open_spans[category] += change
+        previous = address
+    return count

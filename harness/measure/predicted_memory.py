@@ -1,0 +1,171 @@
+"""What a rank should need, before anything runs: the strategy's closed form for its states, and for activations a dry
+run of one micro-batch on tensors without memory.
+
+The dry run executes forward and backward under torch's FakeTensorMode, where each operation yields shapes only, and
+counts the storages alive. It sees what the device's kernels save for backward, the choice of attention kernel included,
+but not what a kernel allocates and frees within itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from harness.implementation import Implementation
+from harness.layout import Layout
+from harness.measure.memory import METRIC_NAMES
+from harness.parameters import LogicalParameter, logical_parameters
+from harness.workload import MicroBatch, Workload
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """Bytes of one micro-batch beyond parameters, their gradients, buffers and the batch itself: alive when forward
+    ends (what backward will read, and the loss), and at most alive during forward and backward. Or the reason why they
+    are not known."""
+
+    activation_bytes: int | None = None
+    peak_bytes: int | None = None
+    reason: str | None = None
+
+
+def dry_run(workload: Workload, num_samples: int, *, device: torch.device = _CPU) -> DryRun:
+    """One micro-batch of `num_samples` of the whole model in one process, on tensors without memory. Gradients are
+    taken to exist already, as they do under a strategy that keeps them in flat buffers."""
+    if num_samples < 1:
+        raise ValueError(f"memory: num_samples must be at least 1, got {num_samples}")
+    # A user's model may do anything that has no meaning without values: read one, call another library.
+    try:
+        sample = workload.dataset.sample(0)
+        with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
+            return _run(workload, sample, num_samples, device)
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        return DryRun(reason=f"the model does not run without values: {type(error).__name__}: {reason}")
+
+
+def predicted(
+    workload: Workload,
+    implementation: type[Implementation],
+    layout: Layout,
+    options: Mapping[str, Any],
+    *,
+    device: torch.device = _CPU,
+) -> dict[str, float]:
+    """`memory.predicted_*_bytes` of the rank that needs most; what is not known is absent.
+
+    The states are the strategy's closed form. Activations and the peak are known where every rank runs the whole model
+    (tensor and pipeline degree 1); the peak is the sum of the states and the most that a micro-batch needs beside them.
+    """
+    states = implementation.predicted_memory(workload, registry(workload), layout, options)
+    figures: dict[str, float] = {}
+    for category, num_bytes in (states or {}).items():
+        figures[f"memory.predicted_{METRIC_NAMES[category]}"] = num_bytes
+    if layout.tensor * layout.pipeline > 1:
+        return figures
+    run = dry_run(workload, largest_micro_batch(workload, layout.data), device=device)
+    if run.activation_bytes is not None:
+        figures["memory.predicted_activation_bytes"] = run.activation_bytes
+    if run.peak_bytes is not None and states is not None:
+        figures["memory.predicted_peak_bytes"] = sum(states.values()) + run.peak_bytes
+    return figures
+
+
+def registry(workload: Workload) -> tuple[LogicalParameter, ...]:
+    """The workload's parameters, without the memory to hold them."""
+    with FakeTensorMode():
+        return logical_parameters(_fake_model(workload, _CPU), workload.decays)
+
+
+def largest_micro_batch(workload: Workload, data_degree: int) -> int:
+    """The most samples that any of `data_degree` ranks feeds forward at once."""
+    of_all_ranks = -(-workload.training.global_batch_size // workload.training.num_micro_batches)
+    return -(-of_all_ranks // data_degree)
+
+
+class _LiveStorages(TorchDispatchMode):
+    """Counts the bytes of the storages that operations make while they are alive; `apart` do not count."""
+
+    def __init__(self, apart: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = 0
+        self.peak = 0
+        self._apart = [tensor.untyped_storage() for tensor in apart]  # held, so that their ids stay theirs
+        self._alive: dict[int, Any] = {id(storage): storage for storage in self._apart}
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor):
+                self._count(leaf.untyped_storage())
+        return output
+
+    def _count(self, storage: UntypedStorage) -> None:
+        if id(storage) not in self._alive:
+            num_bytes = storage.nbytes()
+            self._alive[id(storage)] = ref(storage, partial(self._forget, id(storage), num_bytes))
+            self.bytes += num_bytes
+            self.peak = max(self.peak, self.bytes)
+
+    def _forget(self, key: int, num_bytes: int, _: Any) -> None:
+        del self._alive[key]
+        self.bytes -= num_bytes
+
+
+def _run(workload: Workload, sample: tuple[Tensor, Tensor], num_samples: int, device: torch.device) -> DryRun:
+    model = _fake_model(workload, device)
+    inputs, targets = (
+        _in_compute_precision(workload, torch.zeros((num_samples, *tensor.shape), dtype=tensor.dtype, device=device))
+        for tensor in sample
+    )
+    parameters = list(model.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    with _LiveStorages([*parameters, *gradients, *model.buffers(), inputs, targets]) as live:
+        micro_batch = MicroBatch(inputs=inputs, targets=targets, num_tokens=1, seed=0)
+        loss = workload.loss_sum(model, micro_batch)
+        activation_bytes = live.bytes
+        loss.backward()
+    states = _random_state_bytes(workload, model, device)
+    return DryRun(activation_bytes=activation_bytes + states, peak_bytes=live.peak + states)
+
+
+def _fake_model(workload: Workload, device: torch.device) -> nn.Module:
+    """The model on `device` in compute precision; inside FakeTensorMode, whose tensors Module.to() cannot convert."""
+    model = replace(workload, weights=None, fixed_dtypes=True).build_model()
+    converted: dict[Tensor, Tensor] = {}  # a tied parameter stays one
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter not in converted:
+                tensor = _in_compute_precision(workload, parameter.detach()).to(device)
+                converted[parameter] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+            setattr(module, name, converted[parameter])
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, _in_compute_precision(workload, buffer).to(device))
+    return model
+
+
+def _in_compute_precision(workload: Workload, tensor: Tensor) -> Tensor:
+    cast = tensor.is_floating_point() and not workload.fixed_dtypes
+    return tensor.to(workload.precision.compute) if cast else tensor
+
+
+def _random_state_bytes(workload: Workload, model: nn.Module, device: torch.device) -> int:
+    """What torch's checkpoint keeps beside a block's inputs and no operation yields: the CPU generator's state."""
+    if not workload.training.activation_checkpointing or device.type != "cpu":
+        return 0
+    return len(workload.blocks(model)) * torch.get_rng_state().nbytes

@@ -1,0 +1,202 @@
+"""One case under measurement: its launches in order, and the figures and the verdict made of what the ranks answer.
+
+Two launches: the first is clean and is held against the reference, then timed; the second carries the instruments for
+memory and communication and is timed by nobody.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness import implementation, models
+from harness.case import Case
+from harness.launch.local import LaunchFailed, LocalLaunch
+from harness.measure import communication, memory
+from harness.measure.predicted_memory import predicted, registry
+from harness.measure.timing import model_flops_utilisation, time_metrics
+from harness.rank_records import assemble
+from harness.references import References
+from harness.result import Parity, Result, Status
+from harness.trajectory import Trajectory
+from harness.workload import in_precision
+
+OnPhase = Callable[[str, int, int], None]
+
+
+@dataclass(kw_only=True)
+class MeasuredCase:
+    """Collects what is known of one case while its group runs."""
+
+    case: Case
+    scratch: Path  # for weights and tensors; goes when the suite is done
+    logs: Path
+    references: References
+    on_phase: OnPhase
+    device: str = "cpu"
+    started: float = field(default_factory=time.time)
+    seconds: float = 0.0
+    launch: LocalLaunch | None = None
+    failure: LaunchFailed | None = None
+    status: Status = "ok"
+    reason: str | None = None
+    strategy: str = ""
+    environment: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    samples: dict[str, Any] = field(default_factory=dict)
+    parity: Parity | None = None
+    trajectory: Trajectory | None = None
+
+    def cannot_run(self) -> bool:
+        """Finds out, before any process starts, whether the case can run here at all."""
+        try:
+            kind = implementation.load(self.case.implementation)
+            workload = in_precision(models.load(self.case.workload), self.case.precision)
+        except Exception as error:  # whatever a third-party library raises while it is imported
+            self.status, self.reason = "unavailable", f"{type(error).__name__}: {error}".splitlines()[0]
+            return True
+        self.strategy = kind.strategy
+        if reason := kind.unavailable():
+            self.status, self.reason = "unavailable", reason
+        elif reason := kind.unsupported(workload, self.case.layout, torch.device(self.device), self.case.options):
+            self.status, self.reason = "unsupported", reason
+        return self.status != "ok"
+
+    def start(self) -> None:
+        """The clean launch, as far as its first timed window: built, held against the reference, warmed up."""
+        measurement = self.case.measurement
+        self.launch = self._launch("timed", instrumented=False)
+        self.environment = self._command("environment")[0]
+        self.environment["facts"] = self._command("build")[0]
+        if measurement.parity_steps and self.case.role != "floor":
+            tensors = self.scratch / f"{self.case.id}.pt"
+            records = self._command("parity", num_steps=measurement.parity_steps, path=str(tensors))
+            self.trajectory = assemble(records, tensors, self.case.layout)
+            tensors.unlink()
+        if measurement.timed_steps:
+            self.metrics["step.num_warm_up"] = self._command("warm_up", num_steps=measurement.warm_up_steps)[0]
+            self.samples |= {"step_seconds": [[] for _ in range(self.case.world_size)], "cpu_seconds": [], "tokens": []}
+            self.samples["steps_per_round"] = measurement.timed_steps
+
+    def time_one_round(self) -> None:
+        """One window of timed steps."""
+        assert self.launch is not None
+        self.launch.extend_deadline()
+        answers = self._command("time_steps", num_steps=self.case.measurement.timed_steps)
+        for of_rank, answer in zip(self.samples["step_seconds"], answers, strict=True):
+            of_rank += answer["step_seconds"]
+        self.samples["cpu_seconds"].append([answer["cpu_seconds"] for answer in answers])
+        self.samples["tokens"] += answers[0]["global_num_tokens"]
+
+    def finish_timing(self) -> None:
+        """Ends the clean launch and derives the figures of time."""
+        assert self.launch is not None
+        self.launch.close()
+        self.launch = None
+        if not self.case.measurement.timed_steps:
+            return
+        workload = models.load(self.case.workload)
+        cpu_seconds = [sum(of_rank) for of_rank in zip(*self.samples["cpu_seconds"], strict=True)]
+        self.metrics |= time_metrics(self.samples["step_seconds"], cpu_seconds, self.samples["tokens"], workload.unit)
+        if workload.flops_per_unit is not None:
+            utilisation = model_flops_utilisation(
+                self.metrics[f"throughput.{workload.unit}_per_second"],
+                workload.flops_per_unit,
+                self.case.world_size,
+                str(self.environment.get("device_name")),
+                in_precision(workload, self.case.precision).precision.compute,
+            )
+            if utilisation is not None:
+                self.metrics["throughput.mfu"] = utilisation
+
+    def instrument(self) -> None:
+        """The instrumented launch: memory from before the build, then communication."""
+        measurement = self.case.measurement
+        if not (measurement.memory_steps or measurement.communication_steps):
+            return
+        with self._launch("instrumented", instrumented=True) as self.launch:
+            reports = self._command("build_and_measure_memory", num_steps=measurement.memory_steps)
+            if measurement.memory_steps:
+                self.metrics |= memory.combine(reports)
+                self.samples["memory"] = [asdict(report) for report in reports]
+            if measurement.communication_steps:
+                self._take_communication(
+                    self._command("measure_communication", num_steps=measurement.communication_steps)
+                )
+        self.launch = None
+        self._predict()
+
+    def _take_communication(self, answers: list[dict[str, Any]]) -> None:
+        if self.case.world_size == 1 or self.case.role == "floor":
+            return
+        self.metrics |= communication.summarise([answer["records"] for answer in answers])
+        real, null = (
+            [max(steps) for steps in zip(*(answer[f"{kind}_seconds"] for answer in answers), strict=True)]
+            for kind in ("real", "null")
+        )
+        self.metrics |= communication.exposed(real, null)
+        self.samples["communication"] = [[record.to_json() for record in answer["records"]] for answer in answers]
+        self.samples |= {"instrumented_real_seconds": real, "instrumented_null_seconds": null}
+
+    def _predict(self) -> None:
+        """The closed forms beside what was measured."""
+        kind = implementation.load(self.case.implementation)
+        workload = in_precision(models.load(self.case.workload), self.case.precision)
+        device = torch.device(self.device)
+        self.metrics |= predicted(workload, kind, self.case.layout, self.case.options, device=device)
+        if self.case.role != "floor":
+            wire_bytes = kind.predicted_wire_bytes(workload, registry(workload), self.case.layout, self.case.options)
+            if wire_bytes is not None:
+                self.metrics["communication.predicted_bytes_per_step"] = float(wire_bytes)
+
+    def fail(self, failure: LaunchFailed) -> None:
+        """Keeps what went wrong; the case takes part in nothing more."""
+        self.failure, self.status, self.reason = failure, failure.status, failure.reason
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Ends whatever still runs."""
+        if self.launch is not None:
+            self.launch.kill()
+            self.launch = None
+
+    def result(self, suite: str, suite_run: str) -> Result:
+        """What became of it."""
+        return Result(
+            case=self.case,
+            status=self.status,
+            reason=self.reason,
+            environment=self.environment,
+            metrics=self.metrics,
+            parity=self.parity,
+            samples=self.samples,
+            culprit=None if self.failure is None else self.failure.culprit,
+            traceback=None if self.failure is None else self.failure.traceback,
+            strategy=self.strategy,
+            suite=suite,
+            suite_run=suite_run,
+            started=self.started,
+            duration_seconds=self.seconds,
+        )
+
+    def _launch(self, name: str, *, instrumented: bool) -> LocalLaunch:
+        weights = self.references.weights(self.case.workload)
+        self.on_phase("starting ranks", 0, self.case.world_size)
+        return LocalLaunch(
+            self.case.to_json(),
+            self.case.world_size,
+            self.logs / name,
+            weights=weights,
+            device=self.device,
+            instrumented=instrumented,
+            deadline_seconds=self.case.deadline_seconds,
+        )
+
+    def _command(self, name: str, **arguments: Any) -> list[Any]:
+        assert self.launch is not None
+        return self.launch.command(name, self.on_phase, **arguments)

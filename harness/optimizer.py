@@ -1,0 +1,149 @@
+"""The workload's recipe in plain torch: decay groups, fused update, fp32 masters, clipping, skipping, schedule.
+
+The reference trains with it, and so does every peer that takes a torch optimizer, so that none of them differs by a
+default (weight decay coupled or not, clipping at 1.0, a scheduler stepped per micro-batch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from harness.parameters import LogicalParameter, logical_parameters
+from harness.workload import Training, Workload
+
+OptimizerFactory = Callable[[list[dict[str, object]]], Optimizer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """What one optimizer step did. `gradient_norm` is global and before clipping, None where nobody asked."""
+
+    gradient_norm: Tensor | None
+    skipped: bool
+    learning_rates: tuple[float, ...]
+
+
+def torch_optimizer(training: Training, groups: list[dict[str, object]]) -> Optimizer:
+    """torch's own fused AdamW or SGD over parameter groups that carry their `weight_decay`."""
+    if training.optimizer == "sgd":
+        return SGD(groups, lr=training.learning_rate, momentum=training.momentum, fused=True)
+    betas = (training.beta1, training.beta2)
+    return AdamW(groups, lr=training.learning_rate, betas=betas, eps=training.epsilon, fused=True)
+
+
+class RecipeOptimizer:
+    """Steps the trainable parameters of `model`, whose gradients are whole and already reduced.
+
+    With masters the optimizer steps fp32 copies and the parameters are rounded from them. `factory` may put another
+    optimizer class in torch's place (a sharded one); it gets the parameter groups.
+    """
+
+    def __init__(self, model: nn.Module, workload: Workload, factory: OptimizerFactory | None = None) -> None:
+        self._training = workload.training
+        self._num_updates = 0
+        self._gradients: list[Tensor | None] = []
+        self._clip_scale: Tensor | None = None
+        named = dict(model.named_parameters())
+        registry = [parameter for parameter in logical_parameters(model, workload.decays) if parameter.trainable]
+        self.names = [parameter.name for parameter in registry]
+        self.parameters: list[nn.Parameter] = [named[name] for name in self.names]
+        master = workload.precision.master
+        self.masters: list[Tensor] = list(self.parameters)
+        if master is not None and not workload.fixed_dtypes:
+            self.masters = [parameter.detach().to(master, copy=True) for parameter in self.parameters]
+        groups = decay_groups(registry, self.masters, self._training.weight_decay)
+        make = factory or (lambda groups: torch_optimizer(self._training, groups))
+        self.optimizer = make(groups) if groups else None
+
+    @property
+    def uses_masters(self) -> bool:
+        return any(master is not parameter for master, parameter in zip(self.masters, self.parameters, strict=True))
+
+    def step(self, *, tracks_norm: bool, gradients: Sequence[Tensor | None] | None = None) -> Update:
+        """One update from the parameters' own gradients, or from `gradients` in their place; clips them in place."""
+        grads = [parameter.grad for parameter in self.parameters] if gradients is None else list(gradients)
+        self._gradients, self._clip_scale = grads, None
+        learning_rate = self._training.learning_rate_at(self._num_updates)
+        norm = None
+        if tracks_norm or self._training.checks_norm:
+            norm = global_norm([grad for grad in grads if grad is not None])
+        skipped = self._training.skip_nonfinite and norm is not None and not bool(torch.isfinite(norm))
+        if not skipped and self.optimizer is not None:
+            self._update(grads, norm, learning_rate)
+        self._num_updates += not skipped
+        return Update(gradient_norm=norm, skipped=skipped, learning_rates=(learning_rate,) * self.num_groups)
+
+    def unclipped_gradients(self) -> dict[str, Tensor]:
+        """The gradients of the last step before clipping, by name, on the CPU; unused parameters are absent."""
+        scale = 1.0 if self._clip_scale is None else float(self._clip_scale)
+        return {
+            name: (grad.detach().cpu() / scale).clone()
+            for name, grad in zip(self.names, self._gradients, strict=True)
+            if grad is not None
+        }
+
+    @property
+    def num_groups(self) -> int:
+        return 0 if self.optimizer is None else len(self.optimizer.param_groups)
+
+    def state_tensors(self) -> Iterable[Tensor]:
+        """Masters and moments, for memory accounts."""
+        if self.uses_masters:
+            yield from self.masters
+        if self.optimizer is not None:
+            for state in self.optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor))
+
+    def _update(self, grads: list[Tensor | None], norm: Tensor | None, learning_rate: float) -> None:
+        assert self.optimizer is not None
+        if self._training.clip_norm is not None and norm is not None:
+            self._clip_scale = clip_coefficient(norm, self._training.clip_norm)
+            for grad in grads:
+                if grad is not None:
+                    grad.mul_(self._clip_scale.to(grad.dtype))
+        if self.uses_masters:
+            for master, grad in zip(self.masters, grads, strict=True):
+                master.grad = None if grad is None else grad.to(master.dtype)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        if self.uses_masters:
+            with torch.no_grad():
+                torch._foreach_copy_(list[Tensor](self.parameters), self.masters)
+            for master in self.masters:
+                master.grad = None
+
+
+def decay_groups(
+    registry: Sequence[LogicalParameter], tensors: Sequence[Tensor], weight_decay: float
+) -> list[dict[str, object]]:
+    """Parameter groups for a torch optimizer: the decayed ones and the others; an empty group is left out."""
+    groups: list[dict[str, object]] = []
+    for decayed in (True, False):
+        members = [t for p, t in zip(registry, tensors, strict=True) if p.decayed is decayed]
+        if members:
+            groups.append({"params": members, "weight_decay": weight_decay if decayed else 0.0})
+    return groups
+
+
+def global_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The L2 norm over all elements, an fp64 scalar on the gradients' device. Each tensor's own norm is taken in its
+    dtype, in fp32 at least: asking for fp64 inside costs 18 times as much on a CPU."""
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64)
+    norms = [
+        torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32)).double()
+        for gradient in gradients
+    ]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
+
+
+def clip_coefficient(norm: Tensor, clip_norm: float) -> Tensor:
+    """What gradients are multiplied by so that their norm is at most `clip_norm`; 1 where it already is."""
+    return torch.clamp(clip_norm / (norm + 1e-6), max=1.0)

@@ -1,0 +1,41 @@
+"""From what the ranks of a parity run answered to one trajectory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.layout import Layout
+from harness.trajectory import Trajectory
+
+
+def assemble(records: Sequence[dict[str, Any]], tensors: Path, layout: Layout) -> Trajectory:
+    """`records` are the ranks' answers to the worker's `parity`; `tensors` is the file that rank 0 wrote.
+
+    A loss is the sum over the ranks that hold any, each once (the first tensor rank's), over the global token count.
+    """
+    steps = range(len(records[0]["norms"]))
+    losses = []
+    for step in steps:
+        sums = [
+            record["loss_sums"][step]
+            for rank, record in enumerate(records)
+            if record["loss_sums"][step] is not None and layout.coordinates(rank).tensor == 0
+        ]
+        losses.append(sum(sums) / records[0]["global_num_tokens"][step])
+    full = torch.load(tensors, weights_only=True)
+    return Trajectory(
+        losses=losses,
+        gradient_norms=records[0]["norms"],
+        gradients=full["gradients"],
+        starting_parameters=full["starting_parameters"],
+        parameters=full["parameters"],
+        buffers=full["buffers"],
+        skipped=records[0]["skipped"],
+        learning_rates=records[0]["rates"],
+        replica_checksums={rank: record["checksums"] for rank, record in enumerate(records)},
+        replica_groups=layout.groups("data"),
+    )

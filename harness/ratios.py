@@ -1,0 +1,83 @@
+"""The ratio table of an interleaved suite: ours against the fastest peer and against the compute-only floor, from steps
+that were timed side by side in one run."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from harness.measure.timing import slowest_rank
+from harness.result import HARMLESS, Result
+
+
+def ratio_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """One row for each subject and peer of each comparison (same strategy, workload, layout, topology, precision).
+
+    `ratio` is its median step over that of the fastest peer (a peer's own row shows how far it is behind that one);
+    `floor_ratio` is over the floor's; `overhead_ratio` is (its median - floor) / (fastest peer's - floor), the part of
+    the cost that is not computing. `spread` is the distance between the quartiles of the rounds' own ratios.
+    """
+    comparisons: dict[tuple[str, str, str, str], list[Result]] = {}
+    for result in results:
+        case = result.case
+        key = (case.workload, str(case.layout), str(case.placed), case.precision)
+        comparisons.setdefault(key, []).append(result)
+    rows = []
+    for key, members in comparisons.items():
+        timed = [m for m in members if m.samples.get("step_seconds") and m.status in {*HARMLESS, "parity failed"}]
+        floor = next((m for m in timed if m.case.role == "floor"), None)
+        for strategy in dict.fromkeys(m.strategy for m in timed if m.case.role == "subject"):
+            peers = [m for m in timed if m.strategy == strategy and m.case.role == "peer"]
+            if not peers:
+                continue
+            best = min(peers, key=_median)
+            ours = [m for m in timed if m.strategy == strategy and m.case.role == "subject"]
+            rows += [_row(member, best, floor, key) for member in (*ours, *peers)]
+    return rows
+
+
+def _row(result: Result, best: Result, floor: Result | None, key: tuple[str, str, str, str]) -> dict[str, Any]:
+    own, peer = _median(result), _median(best)
+    floor_median = None if floor is None else _median(floor)
+    by_round = [a / b for a, b in zip(_round_medians(result), _round_medians(best), strict=False)]
+    return {
+        "strategy": result.strategy,
+        "workload": key[0],
+        "layout": key[1],
+        "topology": key[2],
+        "precision": key[3],
+        "world_size": result.case.world_size,
+        "implementation": result.case.label,
+        "role": result.case.role,
+        "best_peer": best.case.label,
+        "median_seconds": own,
+        "best_peer_seconds": peer,
+        "floor_seconds": floor_median,
+        "ratio": own / peer,
+        "floor_ratio": None if floor_median is None else own / floor_median,
+        "overhead_ratio": _overhead_ratio(own, peer, floor_median),
+        "rounds": len(by_round),
+        "spread": _quartile_distance(by_round),
+    }
+
+
+def _overhead_ratio(own: float, peer: float, floor: float | None) -> float | None:
+    """None where the peer is not above the floor: then there is no overhead to share out."""
+    return None if floor is None or peer <= floor else (own - floor) / (peer - floor)
+
+
+def _median(result: Result) -> float:
+    return statistics.median(slowest_rank(result.samples["step_seconds"]))
+
+
+def _round_medians(result: Result) -> list[float]:
+    seconds, size = slowest_rank(result.samples["step_seconds"]), int(result.samples["steps_per_round"])
+    return [statistics.median(seconds[start : start + size]) for start in range(0, len(seconds), size)]
+
+
+def _quartile_distance(values: Sequence[float]) -> float | None:
+    if len(values) < 4:
+        return None
+    lower, _, upper = statistics.quantiles(values, n=4)
+    return upper - lower

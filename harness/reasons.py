@@ -1,0 +1,68 @@
+"""Reasons: what to say in words beside the figures: why a case is not ok, and what its figures rest on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from harness.result import Parity, Result
+
+
+def reasons(result: Result) -> list[str]:
+    """Why a case is not ok: first which case, then one line for each thing that is known about it."""
+    case = result.case
+    lines = [f"{result.status}: {case.label}, {case.layout}, {case.workload}, {case.precision}"]
+    if result.reason:
+        culprit = "" if result.culprit is None else f"rank {result.culprit}: "
+        lines.append(culprit + " ".join(result.reason.split()))
+    if result.parity is not None and not result.parity.ok:
+        lines += _gap(result.parity)
+    return lines
+
+
+def departures(result: Result) -> list[str]:
+    """Where a case ran with another value than an option asked for: a fallback that its figures must not hide."""
+    facts = result.environment.get("facts") or {}
+    return [
+        f"{result.case.label}, {result.case.layout}: ran with {name}={facts[name]}"
+        + (f" ({facts[f'{name}_fallback']})" if f"{name}_fallback" in facts else "")
+        for name, value in result.case.options.items()
+        if name in facts and str(facts[name]) != str(value)
+    ]
+
+
+def _gap(parity: Parity) -> list[str]:
+    differences = {
+        "loss": parity.loss_max_relative,
+        "gradient norm": parity.gradient_norm_max_relative,
+        "gradients": parity.gradient_max_relative,
+        "parameters": parity.parameter_max_relative,
+    }
+    # Results read back from a file hold "nan" and "inf" as text.
+    lines = ["off by, relative: " + ", ".join(f"{name} {float(value):.1e}" for name, value in differences.items())]
+    if parity.tolerance:
+        allowed = ", ".join(f"{name} {float(value):.1e}" for name, value in parity.tolerance.items())
+        lines.append(f"allowed ({parity.lane}): {allowed}")
+    if parity.first_bad_step is not None:
+        lines.append(f"parts at step {parity.first_bad_step}")
+    if parity.worst_parameter:
+        lines.append(f"most in {parity.worst_parameter}")
+    if not parity.replicas_bit_equal:
+        lines.append("replicas differ between ranks")
+    if parity.explanation:
+        lines.append(f"explained by: {parity.explanation}")
+    return lines
+
+
+def measured_on(results: Sequence[Result]) -> list[str]:
+    """The machine and the settings behind the figures, in one line; none where no case came so far."""
+    environment = next((result.environment for result in results if result.environment), None)
+    if environment is None:
+        return []
+    device = environment.get("device") or {}
+    parts = [
+        device.get("name"),
+        f"{environment.get('logical_cores')} cores",
+        f"{environment.get('threads_per_rank')} thread(s) a rank",
+        f"torch {environment.get('torch')}",
+    ]
+    return [f"measured on: {', '.join(part for part in parts if part and 'None' not in part)}"]

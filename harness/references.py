@@ -1,0 +1,143 @@
+"""References: the single-process runs that cases are held against, made once for each kind of work in a suite run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from harness import models
+from harness.case import Case, Measurement
+from harness.launch.local import LocalLaunch, OnProgress
+from harness.layout import Layout
+from harness.parity import Tolerance
+from harness.rank_records import assemble
+from harness.trajectory import Trajectory
+
+_ENVELOPE_SEEDS = (101, 102, 103)
+
+Launcher = Callable[..., LocalLaunch]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """What tells one single-process run from another."""
+
+    workload: str
+    precision: str
+    data_degree: int
+    num_steps: int
+    threads: int
+
+
+class References:
+    """Starting weights, trajectories and tolerances, kept while a suite runs. `directory` holds weights and tensors;
+    `logs` the output of the processes. LaunchFailed if a reference itself fails."""
+
+    def __init__(self, directory: Path, logs: Path, *, deadline_seconds: float = 300.0) -> None:
+        self._directory = directory
+        self._logs = logs
+        self._deadline_seconds = deadline_seconds
+        self._weights: dict[str, Path] = {}
+        self._trajectories: dict[_Run, Trajectory] = {}
+        self._tolerances: dict[_Run, Tolerance] = {}
+
+    def weights(self, workload: str) -> Path:
+        """The file of the workload's starting weights, written by one process on the CPU."""
+        key = _weights_key(workload)
+        if key not in self._weights:
+            path = self._directory / f"weights-{len(self._weights)}.pt"
+            with self._launch(
+                _Run(workload=workload, precision="fp32", data_degree=1, num_steps=0, threads=1)
+            ) as ranks:
+                ranks.command("save_weights", path=str(path))
+            self._weights[key] = path
+        return self._weights[key]
+
+    def trajectory(self, case: Case, on_progress: OnProgress | None = None) -> Trajectory:
+        """The reference's own run of the case's work; in fp32 for a case in bf16, see Tolerance.from_seeds."""
+        run = self._run_for(case)
+        return self._trajectory(replace(run, precision=_lane(run)), on_progress)
+
+    def tolerance(self, case: Case, on_progress: OnProgress | None = None) -> Tolerance:
+        """How far the case may be from it: 1e-12 in fp64; in fp32 a multiple of the distance between the reference and
+        itself with another micro-batch split and another thread count; in bf16 an envelope from several seeds."""
+        run = self._run_for(case)
+        if run not in self._tolerances:
+            self._tolerances[run] = self._make_tolerance(run, on_progress)
+        return self._tolerances[run]
+
+    def _make_tolerance(self, run: _Run, on_progress: OnProgress | None) -> Tolerance:
+        if run.precision == "fp64":
+            return Tolerance.exact()
+        if run.precision == _lane(run):
+            other = replace(run, workload=_split_otherwise(run.workload), threads=2)
+            return Tolerance.from_noise(self._trajectory(run, on_progress), self._trajectory(other, on_progress))
+        pairs = []
+        for seed in _ENVELOPE_SEEDS:
+            low = replace(run, workload=models.with_options(run.workload, seed=seed))
+            pairs.append(
+                (self._trajectory(low, on_progress), self._trajectory(replace(low, precision="fp32"), on_progress))
+            )
+        return Tolerance.from_seeds(pairs)
+
+    def _run_for(self, case: Case) -> _Run:
+        workload = models.load(case.workload)
+        return _Run(
+            workload=case.workload,
+            precision=case.precision,
+            data_degree=case.layout.data if workload.depends_on_chunks else 1,
+            num_steps=case.measurement.parity_steps,
+            threads=1,
+        )
+
+    def _trajectory(self, run: _Run, on_progress: OnProgress | None) -> Trajectory:
+        if run not in self._trajectories:
+            tensors = self._directory / f"reference-{len(self._trajectories)}.pt"
+            weights = self.weights(run.workload)
+            with self._launch(run, weights) as ranks:
+                ranks.command("build", on_progress)
+                records = ranks.command("parity", on_progress, num_steps=run.num_steps, path=str(tensors))
+            self._trajectories[run] = assemble(records, tensors, Layout())
+        return self._trajectories[run]
+
+    def _launch(self, run: _Run, weights: Path | None = None) -> LocalLaunch:
+        case = Case(
+            workload=run.workload,
+            implementation="reference",
+            layout=Layout(),
+            options={"data_degree": run.data_degree},
+            precision=run.precision,
+            role="reference",
+            measurement=Measurement(),
+        )
+        number = sum(1 for _ in self._logs.glob("reference-*")) if self._logs.is_dir() else 0
+        return LocalLaunch(
+            case.to_json(),
+            1,
+            self._logs / f"reference-{number}",
+            weights=weights,
+            threads=run.threads,
+            deadline_seconds=self._deadline_seconds,
+        )
+
+
+def _lane(run: _Run) -> str:
+    """The precision of the truth."""
+    return run.precision if run.precision == "fp64" else "fp32"
+
+
+def _weights_key(workload: str) -> str:
+    """Workloads that differ only in how they are trained start from the same weights."""
+    return models.without_training_options(workload, keep=("seed",))
+
+
+def _split_otherwise(workload: str) -> str:
+    """The same work in twice as many micro-batches, or in one where it cannot be cut further. Where the cut changes the
+    result itself, only the thread count is left to differ."""
+    loaded = models.load(workload)
+    if loaded.depends_on_chunks or loaded.synchronise_batch_norm:
+        return workload
+    size, num_micro_batches = loaded.training.global_batch_size, loaded.training.num_micro_batches
+    others = [count for count in (2 * num_micro_batches, size, 1) if count <= size and count != num_micro_batches]
+    return models.with_options(workload, num_micro_batches=others[0]) if others else workload

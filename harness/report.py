@@ -1,0 +1,258 @@
+"""The report of a results directory: the table people read, as text for a terminal or as Markdown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from harness.reasons import departures, measured_on, reasons
+from harness.result import HARMLESS, RESULTS_FILE, Parity, Result
+
+RATIOS_FILE = "ratios.json"
+REPORT_FILE = "report.md"
+STATUS_STYLES = {"ok": "green", "unsupported": "dim", "unavailable": "yellow"} | dict.fromkeys(
+    ("failed", "timed out", "out of memory", "topology mismatch", "parity failed"), "bold red"
+)
+MLFLOW_COMMAND = "mlflow ui --backend-store-uri sqlite:///mlflow.db"
+_MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """One column: its header with the unit, and how a cell is read off a row. A terminal narrower than `from_width`
+    leaves it out."""
+
+    header: str
+    cell: Callable[[Any], str]
+    numeric: bool = True
+    from_width: int = 0
+
+
+def figure(value: float | None, scale: float = 1.0) -> str:
+    """`value * scale` with three digits that matter (all of them from 100 up); `-` for what is not known."""
+    if value is None:
+        return "-"
+    scaled = float(value) * scale
+    for least, decimals in ((100, 0), (10, 1), (1, 2)):
+        if abs(scaled) >= least:
+            return f"{scaled:,.{decimals}f}"
+    return f"{scaled:.3g}"
+
+
+def headline(result: Result) -> str:
+    """What became of a case in a few words: its speed, or the reason why there is none."""
+    if result.status not in ("ok", "parity failed"):
+        return " ".join((result.reason or result.status).split())
+    unit = unit_of([result])
+    speed = result.metrics.get(f"throughput.{unit}_per_second")
+    parts = [] if speed is None else [f"{figure(speed)} {unit}/s"]
+    if result.parity is not None:
+        parts.append(f"parity {_verdict(result.parity)}")
+    return ", ".join(parts) or result.status
+
+
+def unit_of(results: Sequence[Result]) -> str:
+    """`tokens` or `samples`: what these results count their throughput in."""
+    return "samples" if any("throughput.samples_per_second" in result.metrics for result in results) else "tokens"
+
+
+def _metric(name: str, scale: float = 1.0) -> Callable[[Result], str]:
+    return lambda result: figure(result.metrics.get(name), scale)
+
+
+def _verdict(parity: Parity | None) -> str:
+    if parity is None:
+        return "-"
+    if parity.ok:
+        return "ok"
+    step = "" if parity.first_bad_step is None else f" at step {parity.first_bad_step}"
+    return f"FAILED{step}" + (f": {parity.worst_parameter}" if parity.worst_parameter else "")
+
+
+def _label(result: Result) -> str:
+    return result.case.label + (" (floor)" if result.case.role == "floor" else "")
+
+
+def columns(unit: str) -> tuple[Column, ...]:
+    """The columns of a workload that counts in `unit`."""
+    return (
+        Column(header="implementation", cell=_label, numeric=False),
+        Column(header="layout", cell=lambda result: str(result.case.layout), numeric=False),
+        Column(header=f"{unit}/s", cell=_metric(f"throughput.{unit}_per_second")),
+        Column(header="step ms", cell=_metric("step.median_seconds", 1e3)),
+        Column(header="peak MiB", cell=_metric("memory.peak_allocated_bytes.max_rank", 1 / _MIB)),
+        Column(header="plan MiB", cell=_metric("memory.predicted_peak_bytes", 1 / _MIB), from_width=100),
+        Column(header="sent MiB", cell=_metric("communication.bytes_per_step", 1 / _MIB)),
+        Column(header="busy %", cell=_metric("communication.busy_ratio", 100), from_width=100),
+        Column(header="exposed %", cell=_metric("communication.exposed_ratio", 100)),
+        Column(header="blocked %", cell=_metric("communication.blocked_ratio", 100), from_width=140),
+        Column(header="CPU s/step", cell=_metric("cpu.seconds_per_step"), from_width=140),
+        Column(header="parity", cell=lambda result: _verdict(result.parity), numeric=False),
+        Column(header="status", cell=lambda result: result.status, numeric=False),
+    )
+
+
+def _ratio(name: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda row: figure(row.get(name))
+
+
+RATIO_COLUMNS = (
+    Column(header="strategy", cell=lambda row: str(row["strategy"]), numeric=False),
+    Column(header="implementation", cell=lambda row: str(row["implementation"]), numeric=False),
+    Column(header="layout", cell=lambda row: str(row.get("layout", "-")), numeric=False, from_width=100),
+    Column(header="ranks", cell=lambda row: str(row["world_size"])),
+    Column(header="best peer", cell=lambda row: str(row.get("best_peer") or "-"), numeric=False),
+    Column(header="time / peer", cell=_ratio("ratio")),
+    Column(header="time / floor", cell=_ratio("floor_ratio")),
+    Column(header="overhead / peer", cell=_ratio("overhead_ratio")),
+    Column(header="rounds", cell=lambda row: str(row.get("rounds", "-"))),
+    Column(header="spread", cell=_ratio("spread")),
+)
+RATIO_MEANING = (
+    "Ratios of median step times from rounds that took turns: below 1 is faster than the best peer. Floor: the same "
+    "work without communication. Overhead: (own - floor) / (peer - floor)."
+)
+
+
+def by_workload(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """The results under their workload and precision, in the order they came."""
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        groups.setdefault(f"{result.case.workload}, {result.case.precision}", []).append(result)
+    return groups
+
+
+def table(title: str, results: Sequence[Result], width: int = 100) -> Table:
+    """The table of one workload for a terminal of `width` columns."""
+    return _table(title, columns(unit_of(results)), results, width)
+
+
+def read_ratios(directory: Path) -> list[dict[str, Any]]:
+    """The ratio table of an interleaved suite, empty where there is none. ValueError if the file is broken."""
+    path = directory / RATIOS_FILE
+    if not path.is_file():
+        return []
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: expected a JSON list of ratios, got {error}") from error
+    if not isinstance(rows, list) or not all(
+        isinstance(row, dict) and {"strategy", "implementation", "world_size"} <= row.keys() for row in rows
+    ):
+        raise ValueError(f"{path}: expected a list of rows with strategy, implementation and world_size")
+    return rows
+
+
+def ratio_groups(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """The rows under their workload and precision."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        title = ", ".join(str(row[name]) for name in ("workload", "precision") if row.get(name))
+        groups.setdefault(title, []).append(row)
+    return groups
+
+
+def text(
+    results: Sequence[Result], ratios: Sequence[Mapping[str, Any]], directory: Path, width: int = 100
+) -> RenderableType:
+    """The whole report for a terminal of `width` columns."""
+    parts: list[RenderableType] = [table(title, group, width) for title, group in by_workload(results).items()]
+    for result in results:
+        parts += [Text(line, style="yellow") for line in departures(result)]
+        if result.status != "ok":
+            first, *rest = reasons(result)
+            parts.append(Text(first, style=STATUS_STYLES[result.status]))
+            parts += [Text(f"  {line}") for line in rest]
+            if result.traceback:
+                parts.append(Text(f"  traceback: {directory / REPORT_FILE}"))
+    for title, rows in ratio_groups(ratios).items():
+        parts.append(_table(f"ratios: {title}", RATIO_COLUMNS, rows, width))
+    if ratios:
+        parts.append(Text(RATIO_MEANING, style="dim"))
+    parts.append(Text(""))
+    parts += [Text(line) for line in (*measured_on(results), *where_to_look(directory))]
+    return Group(*parts)
+
+
+def markdown(results: Sequence[Result], ratios: Sequence[Mapping[str, Any]], directory: Path) -> str:
+    """The whole report as Markdown, with the columns that a terminal has no room for and with tracebacks."""
+    lines = [f"# {_title(results)}", ""]
+    for title, group in by_workload(results).items():
+        lines += [f"## {title}", "", *_markdown_table(columns(unit_of(group)), group), ""]
+    if not_ok := [result for result in results if result.status != "ok"]:
+        lines += ["## Not ok", ""]
+        for result in not_ok:
+            first, *rest = reasons(result)
+            lines += [f"- {first}", *(f"  - {line}" for line in rest)]
+            if result.traceback:
+                lines += ["", "```text", result.traceback.rstrip(), "```", ""]
+        lines.append("")
+    for title, rows in ratio_groups(ratios).items():
+        lines += [f"## Ratios: {title}", "", *_markdown_table(RATIO_COLUMNS, rows), ""]
+    if ratios:
+        lines += [RATIO_MEANING, ""]
+    if notes := [line for result in results for line in departures(result)]:
+        lines += ["## Other than asked", "", *(f"- {line}" for line in notes), ""]
+    lines += ["## Where to look", "", *(f"- {line}" for line in (*measured_on(results), *where_to_look(directory)))]
+    return "\n".join(lines) + "\n"
+
+
+def write(directory: Path, results: Sequence[Result]) -> Path:
+    """Write the Markdown report beside the results."""
+    path = directory / REPORT_FILE
+    path.write_text(markdown(results, read_ratios(directory), directory), encoding="utf-8")
+    return path
+
+
+def where_to_look(directory: Path) -> list[str]:
+    return [f"results: {directory / RESULTS_FILE}", f"in the browser: {MLFLOW_COMMAND}"]
+
+
+def is_success(results: Sequence[Result]) -> bool:
+    """Whether every case is ok, or could not be run here for a reason of its own."""
+    return all(result.status in HARMLESS for result in results)
+
+
+def _title(results: Sequence[Result]) -> str:
+    names = list(dict.fromkeys(result.suite for result in results if result.suite))
+    return " and ".join(names) or "Results"
+
+
+def _table(title: str, all_columns: Sequence[Column], rows: Sequence[Any], width: int) -> Table:
+    shown = [column for column in all_columns if column.from_width <= width]
+    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 0))
+    for column in shown:
+        made.add_column(
+            "\n".join(column.header.rsplit(" ", 1)) if column.numeric else column.header,
+            justify="right" if column.numeric else "left",
+            no_wrap=column.numeric,
+            overflow="fold",
+            max_width=16 if column.header == "parity" else None,
+        )
+    for row in rows:
+        cells = [column.cell(row) for column in shown]
+        made.add_row(*(Text(cell, style=_cell_style(cell)) for cell in cells))
+    return made
+
+
+def _cell_style(cell: str) -> str:
+    return "bold red" if cell.startswith("FAILED") else STATUS_STYLES.get(cell, "")
+
+
+def _markdown_table(shown: Sequence[Column], rows: Sequence[Any]) -> list[str]:
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", r"\|").replace("\n", " ") for cell in cells) + " |"
+
+    return [
+        line([column.header for column in shown]),
+        line(["---:" if column.numeric else "---" for column in shown]),
+        *(line([column.cell(row) for column in shown]) for row in rows),
+    ]

@@ -1,0 +1,151 @@
+"""The runner: takes a suite through its cases, whatever becomes of each, and writes a result for every one."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+from harness import ratios, result
+from harness.case import Case, Suite
+from harness.judging import judge
+from harness.launch.local import LaunchFailed
+from harness.measure.communication import NothingRecorded
+from harness.measured_case import MeasuredCase
+from harness.progress import Progress
+from harness.references import References
+from harness.report import RATIOS_FILE
+from harness.result import Result
+
+SUITE_FILE = "suite.json"
+_WORTH_RUNNING_AGAIN = frozenset({"failed", "timed out", "out of memory", "topology mismatch", "unavailable"})
+
+
+def run(
+    suite: Suite, directory: Path, *, progress: Progress, resume: bool = False, device: str | None = None
+) -> list[Result]:
+    """Runs every case of `suite` and appends each result to the directory's results file as soon as it is known; with
+    `resume` only those that have none yet or could not be measured. All results of the directory, in suite order.
+
+    A KeyboardInterrupt ends all ranks and is raised again; the results so far are kept.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    suite_run = _suite_run(suite, directory, resume=resume)
+    earlier = {r.case.id: r for r in result.read(directory)} if (directory / result.RESULTS_FILE).is_file() else {}
+    if earlier and not resume:
+        raise ValueError(f"{directory}: holds results already; expected an empty directory, or --resume")
+    groups = [group for group in _groups(suite) if any(_is_due(case, earlier) for case in group)]
+    due = [case for group in groups for case in group]
+    progress.suite_started(suite, due)
+    with tempfile.TemporaryDirectory(prefix="meshmark-") as scratch:
+        references = References(Path(scratch), directory / "logs")
+        for group in groups:
+            for measured in _run_group(suite, group, directory, Path(scratch), references, progress, device or "cpu"):
+                earlier[measured.case.id] = measured.result(suite.name, suite_run)
+                result.append(directory, earlier[measured.case.id])
+                progress.case_finished(earlier[measured.case.id])
+    results = [earlier[case.id] for case in suite.cases if case.id in earlier]
+    if suite.interleaved:
+        rows = ratios.ratio_rows(results)
+        (directory / RATIOS_FILE).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    progress.suite_finished(results)
+    return results
+
+
+def _groups(suite: Suite) -> list[list[Case]]:
+    """Cases that are timed side by side; one by one where the suite is not interleaved."""
+    if not suite.interleaved:
+        return [[case] for case in suite.cases]
+    groups: dict[tuple[str, ...], list[Case]] = {}
+    for case in suite.cases:
+        key = (case.workload, str(case.layout), str(case.placed), case.precision)
+        groups.setdefault(key, []).append(case)
+    return list(groups.values())
+
+
+def _is_due(case: Case, earlier: dict[str, Result]) -> bool:
+    return case.id not in earlier or earlier[case.id].status in _WORTH_RUNNING_AGAIN
+
+
+def _run_group(
+    suite: Suite,
+    group: Sequence[Case],
+    directory: Path,
+    scratch: Path,
+    references: References,
+    progress: Progress,
+    device: str,
+) -> Iterator[MeasuredCase]:
+    """Measures the cases of a group; yields each when all that can be known of it is.
+
+    Timed windows take turns, and every round begins with another case: what drifts meets each of them alike.
+    """
+    members = [
+        MeasuredCase(
+            case=case,
+            scratch=scratch,
+            logs=directory / "logs" / case.id,
+            references=references,
+            on_phase=partial(progress.phase, case),
+            device=device,
+        )
+        for case in group
+    ]
+    running: list[MeasuredCase] = []
+    try:
+        for member in members:
+            progress.case_started(member.case)
+            if not member.cannot_run() and _guarded(member, member.start):
+                running.append(member)
+        for number in range(max((member.case.measurement.rounds for member in running), default=0)):
+            for offset in range(len(running)):
+                member = running[(number + offset) % len(running)]
+                measurement = member.case.measurement
+                if member.failure is None and measurement.timed_steps and number < measurement.rounds:
+                    _guarded(member, member.time_one_round)
+        for member in running:
+            if member.failure is None:
+                _guarded(member, member.finish_timing)
+        for member in members:
+            if member in running and member.failure is None and _guarded(member, member.instrument):
+                _guarded(member, partial(judge, member))
+            yield member
+    finally:
+        for member in members:
+            member.abandon()
+
+
+def _guarded(member: MeasuredCase, step: Callable[[], None]) -> bool:
+    """Carries out one step of a case; False if the case has failed in it."""
+    with _counting_time(member):
+        try:
+            step()
+        except LaunchFailed as failure:
+            member.fail(failure)
+        except NothingRecorded as error:
+            member.fail(LaunchFailed("failed", f"communication: {error}"))
+    return member.failure is None
+
+
+@contextmanager
+def _counting_time(member: MeasuredCase) -> Iterator[None]:
+    before = time.monotonic()
+    try:
+        yield
+    finally:
+        member.seconds += time.monotonic() - before
+
+
+def _suite_run(suite: Suite, directory: Path, *, resume: bool) -> str:
+    """The name of this suite run: written down at its start, and found again by a resume."""
+    path = directory / SUITE_FILE
+    if resume and path.is_file():
+        return str(json.loads(path.read_text(encoding="utf-8"))["suite_run"])
+    name = f"{suite.name}-{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}"
+    path.write_text(json.dumps({"suite": suite.name, "suite_run": name}) + "\n", encoding="utf-8")
+    return name

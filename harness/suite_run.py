@@ -1,0 +1,86 @@
+"""One run of a suite as a person meets it: its directory, its progress, its report, its way into MLflow."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from harness import progress, report
+from harness.case import Suite
+from harness.result import RESULTS_FILE, Result, read, replace_non_finite
+
+INTERRUPTED = 130
+_RESULTS = Path("results")
+
+
+def directory_for(suite: str, given: Path | None, *, resume: bool) -> Path:
+    """The directory to write to, made if need be. ValueError if it holds another run's results, OSError if it cannot be
+    written to."""
+    if resume and given is None:
+        earlier = sorted(_RESULTS.glob(f"{suite}-[0-9]*"))
+        if not earlier:
+            raise ValueError(f"--resume: expected an earlier run in {_RESULTS}/{suite}-*, found none")
+        given = earlier[-1]
+    directory = given or _RESULTS / f"{suite}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
+    if not resume and (directory / RESULTS_FILE).exists():
+        raise ValueError(f"--results {directory}: holds the results of a run; add --resume, or name another directory")
+    directory.mkdir(parents=True, exist_ok=True)
+    probe = directory / ".writable"
+    probe.touch()
+    probe.unlink()
+    return directory
+
+
+def execute(
+    suite: Suite, directory: Path, *, resume: bool, as_json: bool, upload: bool, again: Sequence[str] | None
+) -> int:
+    """Run `suite` into `directory`, show and record what came out; returns the command's exit code. `again` is the
+    command that goes on with it, should it be interrupted."""
+    from harness import runner  # brings torch, which showing a report does not need
+
+    console = console_here()
+    try:
+        with progress.shown_on(console, silent=as_json) as shown:
+            returned = runner.run(suite, directory, progress=shown, resume=resume)
+    except KeyboardInterrupt:
+        hint = f"; to go on: {shlex.join(again)}" if again else ""
+        print(f"meshmark: interrupted, what is finished is in {directory}{hint}", file=sys.stderr)
+        return INTERRUPTED
+    # A resumed run of some cases shows those of the directory that it left alone, too.
+    chosen = {result.case.id for result in returned}
+    found = [*returned, *(result for result in read(directory) if result.case.id not in chosen)]
+    report.write(directory, found)
+    if as_json:
+        print_json(found)
+    else:
+        console.print(report.text(found, report.read_ratios(directory), directory, console.width))
+    if upload:
+        print(_upload(directory), file=sys.stderr if as_json else sys.stdout)
+    return 0 if report.is_success(returned) else 1
+
+
+def console_here() -> Console:
+    """Standard output. A log is not 80 columns wide just because nobody can say how wide it is."""
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
+
+
+def print_json(results: Sequence[Result]) -> None:
+    print(json.dumps([replace_non_finite(result.to_json()) for result in results], indent=1, allow_nan=False))
+
+
+def _upload(directory: Path) -> str:
+    """Record in MLflow; whatever goes wrong there costs a line, never the run."""
+    try:
+        from harness import tracking
+
+        return tracking.upload(directory).message
+    except Exception as error:
+        message = " ".join(str(error).split())
+        return f"not in MLflow: {type(error).__name__}: {message}; later: meshmark upload {directory}"

@@ -1,0 +1,351 @@
+"""Data parallel: every rank holds the whole model and a slice of the batch; gradients are summed between ranks while
+backward still runs (Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training").
+
+    backward   | block 3 | block 2 | block 1 |           parameters live in flat buckets, in reverse order of use;
+    reduction            | bucket 0 | bucket 1 |         a bucket's sum starts when its last gradient is there, in the
+    update                       | bucket 0 | bucket 1   same order on every rank, and its update when the sum has come
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from harness.implementation import Implementation, StepOutput, phase
+from harness.layout import Layout
+from harness.mesh import Mesh
+from harness.optimizer import clip_coefficient, global_norm
+from harness.parameters import LogicalParameter, MemoryCategory, logical_parameters, replicated_state_bytes
+from harness.workload import Batch, Workload
+from impls.native.parts import collectives, shared_memory
+from impls.native.parts.buckets import BucketPlan, Segment, flatten_parameters, plan_buckets, view_like
+from impls.native.parts.collectives import Handle
+from impls.native.parts.flat_optimizer import FlatOptimizer
+from impls.native.parts.order_of_use import order_of_use
+from impls.native.parts.synchronised_batch_norm import synchronise_batch_norm
+
+Reduction = Literal["all_reduce", "ring", "parameter_server"]
+Transport = Literal["process_group", "shared_memory"]
+_COLLECTIVE_TIMEOUT_SECONDS = 120.0
+
+
+class NativeDataParallel(Implementation):
+    """`reduction` says how gradients are summed over the process group (see parts/collectives.py);
+    `transport="shared_memory"` sums them through mapped memory where all ranks share a machine, and falls back to the
+    process group elsewhere (`transport` tells which it is). `bucket_bytes` bounds a bucket.
+
+    [Note: Unused parameters] A parameter unused on some ranks counts as zero there; one unused on all must keep no
+    gradient at all: no decay, no momentum. Telling the two apart takes no further exchange: an unused parameter's
+    first element is sent as -0.0, a used one's never is, and only -0.0 + -0.0 is -0.0.
+    """
+
+    strategy = "data_parallel"
+
+    @classmethod
+    def unsupported(
+        cls, workload: Workload, layout: Layout, device: torch.device, options: Mapping[str, Any]
+    ) -> str | None:
+        if (layout.tensor, layout.pipeline) != (1, 1) or layout.shard not in (None, 1):
+            return f"data parallel replicates the whole model: it takes only a data degree, got {layout}"
+        return workload.fits_data_degree(layout.data)
+
+    @classmethod
+    def predicted_memory(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Mapping[MemoryCategory, int] | None:
+        return replicated_state_bytes(parameters, workload.precision, workload.training.optimizer)
+
+    @classmethod
+    def predicted_wire_bytes(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> int | None:
+        """2(n-1)/n of the gradient bytes for a ring; (n-1) times them for the parameter server itself."""
+        states = replicated_state_bytes(parameters, workload.precision, workload.training.optimizer)
+        whole, ranks = states["gradients"], layout.data
+        if options.get("reduction") == "parameter_server" and options.get("transport") != "shared_memory":
+            return (ranks - 1) * whole
+        return 2 * (ranks - 1) * whole // ranks
+
+    def __init__(
+        self,
+        workload: Workload,
+        layout: Layout,
+        mesh: Mesh,
+        device: torch.device,
+        *,
+        reduction: Reduction = "all_reduce",
+        transport: Transport = "process_group",
+        bucket_bytes: int = 8 << 20,
+    ) -> None:
+        for name, value, choices in (
+            ("reduction", reduction, get_args(Reduction)),
+            ("transport", transport, get_args(Transport)),
+        ):
+            if value not in choices:
+                raise ValueError(f"native.ddp: {name} must be one of {', '.join(choices)}, got {value!r}")
+        self.workload = workload
+        self.reduction = reduction
+        self.transport_fallback = shared_memory.why_not(mesh, device) if transport == "shared_memory" else None
+        self.transport = "process_group" if self.transport_fallback else transport
+        self.group = mesh.group("data")
+        self.module = workload.build_model().to(device)
+        if workload.synchronise_batch_norm:
+            synchronise_batch_norm(self.module, mesh.group("data", lane=1))
+        self._background = collectives.BackgroundCollectives("native.ddp")
+        self.parameters = dict(self.module.named_parameters())
+        self._buffers = list(self.module.buffers())
+        self.num_updates = 0
+        self.gradient_scale: Tensor | None = None
+
+        by_name = {p.name: p for p in logical_parameters(self.module, workload.decays) if p.trainable}
+        self._refuse_sparse()
+        sample = workload.batch(0, data_rank=mesh.coordinates.data, data_degree=layout.data).micro_batches[0]
+        used = [by_name[name] for name in order_of_use(self.module, sample.inputs) if name in by_name]
+        plans = plan_buckets(used[::-1], bucket_bytes)
+        gradient_dtypes = [self._gradient_dtype(plan) for plan in plans]
+        self._shared: shared_memory.SharedBuffers | None = None
+        if self.transport == "shared_memory":
+            self._shared = shared_memory.SharedBuffers(
+                [(plan.num_elements, dtype) for plan, dtype in zip(plans, gradient_dtypes, strict=True)],
+                self.group,
+                timeout_seconds=_COLLECTIVE_TIMEOUT_SECONDS,
+                observer=mesh.observer,
+            )
+        self.buckets: list[_Bucket] = []
+        for index, (plan, dtype) in enumerate(zip(plans, gradient_dtypes, strict=True)):
+            if self._shared is not None:
+                gradients = self._shared.own(index)
+            else:
+                gradients = torch.zeros(plan.num_elements, dtype=dtype, device=device)
+            flat = flatten_parameters(plan, self.parameters, device)
+            optimizer = FlatOptimizer(plan, flat, workload.training, workload.precision)
+            self.buckets.append(_Bucket(plan, self.parameters, gradients, optimizer))
+        self._next_to_reduce = 0
+        self._is_last_micro_batch = False
+        for index, bucket in enumerate(self.buckets):
+            for segment in bucket.plan.segments:
+                self._watch(index, bucket, segment)
+
+    def train_step(self, batch: Batch) -> StepOutput:
+        loss_sum, num_tokens = torch.zeros((), dtype=torch.float64), 0
+        self._next_to_reduce = 0
+        for bucket in self.buckets:
+            bucket.start_step()
+        for index, micro_batch in enumerate(batch.micro_batches):
+            self._is_last_micro_batch = index == len(batch.micro_batches) - 1
+            with phase("forward"):
+                loss = self.workload.loss_sum(self.module, micro_batch)
+            with phase("backward"):
+                (loss / batch.global_num_tokens).backward()
+            loss_sum += loss.detach()
+            num_tokens += micro_batch.num_tokens
+        with phase("reduce"):
+            while self._next_to_reduce < len(self.buckets):
+                self._reduce_next()
+        learning_rate = self.workload.training.learning_rate_at(self.num_updates)
+        with phase("optimizer"):
+            norm, skipped = self._step(learning_rate)
+        self._broadcast_buffers()
+        return StepOutput(
+            loss_sum=loss_sum,
+            num_tokens=num_tokens,
+            gradient_norm=norm,
+            skipped=skipped,
+            learning_rates=(learning_rate,),
+        )
+
+    def _step(self, learning_rate: float) -> tuple[Tensor | None, bool]:
+        """Steps each bucket as its sum arrives, unless the recipe needs the norm over all of them first."""
+        training = self.workload.training
+        self.gradient_scale = None
+        if not (training.checks_norm or self.tracks_gradient_norm):
+            for bucket in self.buckets:
+                bucket.wait()
+                bucket.update(learning_rate, None)
+            self.num_updates += 1
+            return None, False
+        for bucket in self.buckets:
+            bucket.wait()
+        norm = global_norm([bucket.gradients for bucket in self.buckets if bucket.gradients.numel()])
+        if training.skip_nonfinite and not bool(torch.isfinite(norm)):
+            return norm, True
+        if training.clip_norm is not None:
+            self.gradient_scale = 1.0 / clip_coefficient(norm, training.clip_norm)
+        for bucket in self.buckets:
+            bucket.update(learning_rate, self.gradient_scale)
+        self.num_updates += 1
+        return norm, False
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        scale = 1.0 if self.gradient_scale is None else float(self.gradient_scale)
+        return {
+            name: (view * scale).cpu()
+            for bucket in self.buckets
+            for name, view in bucket.gradient_views.items()
+            if name not in bucket.unused
+        }
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        full = {name: parameter.detach().cpu().clone() for name, parameter in self.parameters.items()}
+        for bucket in self.buckets:
+            for segment in bucket.plan.segments:
+                parameter = self.parameters[segment.parameter.name]
+                if parameter.numel() and parameter.data_ptr() != bucket.parameter_pointers[segment.parameter.name]:
+                    raise RuntimeError(
+                        f"parameter {segment.parameter.name} was replaced after native.ddp took it over: it is no "
+                        f"longer the tensor that is reduced and stepped"
+                    )
+                master = view_like(bucket.optimizer.master, segment, parameter)
+                full[segment.parameter.name] = master.cpu().clone()
+        return full
+
+    def facts(self) -> Mapping[str, str]:
+        facts = {"transport": self.transport, "num_buckets": str(len(self.buckets))}
+        return facts | ({"transport_fallback": self.transport_fallback} if self.transport_fallback else {})
+
+    def replicated_tensors(self) -> Iterable[Tensor]:
+        yield from self.module.parameters()
+        yield from self._buffers
+        for bucket in self.buckets:
+            yield from bucket.optimizer.state_tensors()
+
+    def memory_tensors(self) -> dict[MemoryCategory, Iterable[Tensor]]:
+        return {
+            "parameters": self.module.parameters(),
+            "gradients": [bucket.gradients for bucket in self.buckets],
+            "optimizer_states": [tensor for bucket in self.buckets for tensor in bucket.optimizer.state_tensors()],
+        }
+
+    def close(self) -> None:
+        self._background.close()
+        if self._shared is not None:
+            self._shared.close()
+
+    def _gradient_dtype(self, plan: BucketPlan) -> torch.dtype:
+        precision = self.workload.precision
+        return plan.dtype if precision.master is None or self.workload.fixed_dtypes else precision.gradient
+
+    def _refuse_sparse(self) -> None:
+        for name, module in self.module.named_modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                raise ValueError(f"native.ddp reduces dense gradients: {name} is an embedding with sparse=True")
+
+    def _watch(self, index: int, bucket: _Bucket, segment: Segment) -> None:
+        """After each backward moves the parameter's gradient into its bucket and, in the last micro-batch, starts
+        every sum that is due."""
+        name = segment.parameter.name
+        view = bucket.gradient_views[name]
+
+        def gradient_is_ready(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            if name in bucket.filled:
+                view.add_(parameter.grad)
+            else:
+                if not bucket.filled and self._shared is not None:
+                    self._shared.reclaim(index)
+                view.copy_(parameter.grad)
+                bucket.filled.add(name)
+            parameter.grad = None
+            if self._is_last_micro_batch:
+                bucket.num_awaited -= 1
+                while self._next_to_reduce < len(self.buckets) and not self.buckets[self._next_to_reduce].num_awaited:
+                    self._reduce_next()
+                if self._shared is not None:
+                    self._shared.progress()
+
+        self.parameters[name].register_post_accumulate_grad_hook(gradient_is_ready)
+
+    def _reduce_next(self) -> None:
+        """Starts the sum of the next bucket. Always in bucket order: ranks may complete theirs in different orders."""
+        index = self._next_to_reduce
+        bucket = self.buckets[index]
+        self._next_to_reduce += 1
+        if not bucket.filled and self._shared is not None:
+            self._shared.reclaim(index)
+        bucket.mark_unused()
+        bucket.handle = self._start_sum(index, bucket.gradients)
+
+    def _start_sum(self, index: int, gradients: Tensor) -> Handle:
+        if self._shared is not None:
+            self._shared.publish(index)
+            return _SharedSum(self._shared, index)
+        if self.reduction == "all_reduce":
+            work: Handle | None = dist.all_reduce(gradients, group=self.group, async_op=True)
+            assert work is not None
+            return work
+        by_name = {
+            "ring": collectives.ring_all_reduce,
+            "parameter_server": collectives.parameter_server_all_reduce,
+        }
+        return self._background.start(by_name[self.reduction], gradients, self.group)
+
+    def _broadcast_buffers(self) -> None:
+        """Rank 0's buffers win, once per step."""
+        root = dist.get_global_rank(self.group, 0)
+        works = [dist.broadcast(buffer, src=root, group=self.group, async_op=True) for buffer in self._buffers]
+        for work in works:
+            assert work is not None
+            work.wait()
+
+
+class _SharedSum:
+    """A sum through shared memory, in flight."""
+
+    def __init__(self, buffers: shared_memory.SharedBuffers, index: int) -> None:
+        self._buffers, self._index = buffers, index
+
+    def wait(self) -> None:
+        self._buffers.wait(self._index)
+
+
+class _Bucket:
+    """One bucket of one rank: its gradients (num_elements,), its optimizer, and how far this step has come."""
+
+    def __init__(
+        self, plan: BucketPlan, parameters: dict[str, nn.Parameter], gradients: Tensor, optimizer: FlatOptimizer
+    ) -> None:
+        self.plan = plan
+        self.gradients = gradients
+        self.optimizer = optimizer
+        self.gradient_views = {
+            segment.parameter.name: view_like(gradients, segment, parameters[segment.parameter.name])
+            for segment in plan.segments
+        }
+        self.parameter_pointers = {s.parameter.name: parameters[s.parameter.name].data_ptr() for s in plan.segments}
+        self._segments = {segment.parameter.name: segment for segment in plan.segments}
+        starts = [segment.start for segment in plan.segments if segment.start < segment.stop]
+        self._first_elements = torch.tensor(starts, dtype=torch.int64, device=gradients.device)
+        self.filled: set[str] = set()
+        self.unused: set[str] = set()
+        self.num_awaited = len(plan.segments)
+        self.handle: Handle = collectives.Done()
+
+    def start_step(self) -> None:
+        self.filled.clear()
+        self.unused = set()
+        self.num_awaited = len(self.plan.segments)
+
+    def mark_unused(self) -> None:
+        """See [Note: Unused parameters]."""
+        if self._first_elements.numel():
+            self.gradients[self._first_elements] += 0.0  # -0.0 + 0.0 is 0.0
+        for name, segment in self._segments.items():
+            if name not in self.filled:
+                self.gradients[segment.start : segment.stop].zero_()
+                self.gradients[segment.start : segment.start + 1].fill_(-0.0)
+
+    def wait(self) -> None:
+        self.handle.wait()
+        locally_unused = [s for s in self.plan.segments if s.parameter.name not in self.filled]
+        self.unused = {
+            s.parameter.name
+            for s in locally_unused
+            if s.start == s.stop or bool(self.gradients[s.start].eq(0) & self.gradients[s.start].signbit())
+        }
+
+    def update(self, learning_rate: float, gradient_scale: Tensor | None) -> None:
+        self.optimizer.step(self.gradients, learning_rate, gradient_scale=gradient_scale, unused=self.unused)

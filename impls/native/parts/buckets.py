@@ -1,0 +1,101 @@
+"""Buckets: parameters of one dtype laid out one after another in a flat buffer, so that a reduction and an optimizer
+update are each one operation on one tensor.
+
+    flat parameters | w3 | b3 | w2 | b2 |     gradients lie at the same places of a second flat buffer
+    a bucket        [ w3 . w2 | b3 . b2 ]     inside a bucket the decayed parameters come first
+
+No padding anywhere: a bucket holds exactly its parameters' elements, so bytes on the wire are the formula's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from harness.parameters import LogicalParameter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """The place of one parameter in a bucket, in elements: [start, stop); empty where the parameter is."""
+
+    parameter: LogicalParameter
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketPlan:
+    """Which parameters one bucket holds and where."""
+
+    dtype: torch.dtype
+    segments: tuple[Segment, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return self.segments[-1].stop
+
+    @property
+    def num_decayed(self) -> int:
+        """How many leading elements belong to decayed parameters."""
+        return max((segment.stop for segment in self.segments if segment.parameter.decayed), default=0)
+
+
+def plan_buckets(parameters: Sequence[LogicalParameter], capacity_bytes: int) -> tuple[BucketPlan, ...]:
+    """Fills buckets in the given order, each with one dtype and at most `capacity_bytes`; a larger parameter gets one
+    of its own. ValueError for a capacity below one byte."""
+    if capacity_bytes < 1:
+        raise ValueError(f"bucket capacity must be at least 1 byte, got {capacity_bytes}")
+    filling: dict[torch.dtype, list[LogicalParameter]] = {}
+    full: list[list[LogicalParameter]] = []
+    for parameter in parameters:
+        bucket = filling.setdefault(parameter.dtype, [])
+        if bucket and sum(p.num_bytes for p in bucket) + parameter.num_bytes > capacity_bytes:
+            full.append(bucket)
+            bucket = filling[parameter.dtype] = []
+        bucket.append(parameter)
+    full += filling.values()
+    # A bucket is complete when its last parameter is: order by that, so that they complete one after another.
+    position = {parameter.name: index for index, parameter in enumerate(parameters)}
+    full.sort(key=lambda bucket: position[bucket[-1].name])
+    return tuple(_lay_out(bucket) for bucket in full)
+
+
+def _lay_out(bucket: Sequence[LogicalParameter]) -> BucketPlan:
+    segments, offset = [], 0
+    for parameter in sorted(bucket, key=lambda parameter: not parameter.decayed):
+        segments.append(Segment(parameter=parameter, start=offset, stop=offset + parameter.num_elements))
+        offset += parameter.num_elements
+    return BucketPlan(dtype=bucket[0].dtype, segments=tuple(segments))
+
+
+def view_like(flat: Tensor, segment: Segment, like: Tensor) -> Tensor:
+    """The segment of `flat` with the shape of `like`, and with its strides where those are dense (a transposed or
+    channels-last parameter keeps its memory layout)."""
+    piece = flat[segment.start : segment.stop]
+    return piece.as_strided(like.shape, like.stride(), segment.start) if _is_dense(like) else piece.view(like.shape)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the tensor's elements fill one piece of memory, each once, in whatever order of dims."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return tensor.numel() > 0
+
+
+def flatten_parameters(plan: BucketPlan, parameters: dict[str, nn.Parameter], device: torch.device) -> Tensor:
+    """A flat copy of the bucket's parameters, which become views of it."""
+    flat = torch.empty(plan.num_elements, dtype=plan.dtype, device=device)
+    with torch.no_grad():
+        for segment in plan.segments:
+            parameter = parameters[segment.parameter.name]
+            view = view_like(flat, segment, parameter)
+            view.copy_(parameter)
+            parameter.data = view
+    return flat

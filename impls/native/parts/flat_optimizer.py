@@ -1,0 +1,133 @@
+"""AdamW and SGD over flat buckets: one fused update for each run of elements that share weight decay and step count.
+
+A bucket starts as two runs at most, decayed and not. A parameter that nobody used in a step must not decay, nor move by
+its momentum, nor count the step: from then on its bucket is stepped parameter by parameter.
+
+AdamW: Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from harness.precision import Precision
+from harness.workload import Training
+from impls.native.parts.buckets import BucketPlan
+
+
+@dataclass(kw_only=True)
+class _Run:
+    """Elements [start, stop) of the bucket, stepped together. `num_steps` is the fused kernel's own step counter."""
+
+    start: int
+    stop: int
+    weight_decay: float
+    num_steps: Tensor
+
+
+class FlatOptimizer:
+    """Masters, moments and step counters of one bucket; `parameters` (num_elements,) is its flat parameter buffer."""
+
+    def __init__(self, plan: BucketPlan, parameters: Tensor, training: Training, precision: Precision) -> None:
+        self._plan = plan
+        self._training = training
+        self.parameters = parameters
+        has_masters = precision.master is not None and plan.dtype != precision.master
+        self.master = parameters.to(precision.master, copy=True) if has_masters else parameters
+        self.moments = [torch.zeros_like(self.master) for _ in range(2 if training.optimizer == "adamw" else 1)]
+        self._per_parameter = False
+        bounds = [(0, plan.num_decayed, True), (plan.num_decayed, plan.num_elements, False)]
+        self._runs = [self._run(start, stop, decayed) for start, stop, decayed in bounds if start < stop]
+
+    @property
+    def has_masters(self) -> bool:
+        return self.master is not self.parameters
+
+    def state_tensors(self) -> Iterator[Tensor]:
+        """Everything held between steps beside parameters and gradients."""
+        if self.has_masters:
+            yield self.master
+        yield from self.moments
+        yield from (run.num_steps for run in self._runs)
+
+    def step(
+        self,
+        gradients: Tensor,
+        learning_rate: float,
+        *,
+        gradient_scale: Tensor | None = None,
+        unused: Collection[str] = (),
+    ) -> None:
+        """One update from `gradients` (num_elements,), which are divided by `gradient_scale` on the way (and stay so).
+        The parameters named in `unused` are left alone, with their moments and step counts."""
+        if unused and not self._per_parameter:
+            self._split()
+        runs = [run for run in self._runs if not unused or self._name_of(run) not in unused]
+        if self.has_masters:
+            gradients = gradients.to(self.master.dtype)
+        for weight_decay in dict.fromkeys(run.weight_decay for run in runs):
+            self._fused([r for r in runs if r.weight_decay == weight_decay], gradients, learning_rate, gradient_scale)
+        if self.has_masters:
+            self.parameters.copy_(self.master)
+
+    def _fused(self, runs: list[_Run], gradients: Tensor, learning_rate: float, gradient_scale: Tensor | None) -> None:
+        def pieces(flat: Tensor) -> list[Tensor]:
+            return [flat[run.start : run.stop] for run in runs]
+
+        training, weight_decay = self._training, runs[0].weight_decay
+        if training.optimizer == "sgd":
+            torch._fused_sgd_(
+                pieces(self.master),
+                pieces(gradients),
+                pieces(self.moments[0]),
+                weight_decay=weight_decay,
+                momentum=training.momentum,
+                lr=learning_rate,
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+                is_first_step=False,  # momentum starts as zeros, which is the same as starting from the gradient
+                grad_scale=gradient_scale,
+            )
+            return
+        steps = [run.num_steps for run in runs]
+        torch._foreach_add_(steps, 1)
+        torch._fused_adamw_(
+            pieces(self.master),
+            pieces(gradients),
+            pieces(self.moments[0]),
+            pieces(self.moments[1]),
+            [],
+            steps,
+            lr=learning_rate,
+            beta1=training.beta1,
+            beta2=training.beta2,
+            weight_decay=weight_decay,
+            eps=training.epsilon,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=gradient_scale,
+        )
+
+    def _run(self, start: int, stop: int, decayed: bool) -> _Run:
+        decay = self._training.weight_decay if decayed else 0.0
+        num_steps = torch.zeros((), dtype=torch.float32, device=self.master.device)
+        return _Run(start=start, stop=stop, weight_decay=decay, num_steps=num_steps)
+
+    def _split(self) -> None:
+        """From two runs to one per parameter, each going on from the count of the run it was part of."""
+        counts = {run.weight_decay: run.num_steps for run in self._runs}
+        self._runs = []
+        for segment in self._plan.segments:
+            if segment.start < segment.stop:
+                run = self._run(segment.start, segment.stop, segment.parameter.decayed)
+                run.num_steps.copy_(counts[run.weight_decay])
+                self._runs.append(run)
+        self._per_parameter = True
+
+    def _name_of(self, run: _Run) -> str:
+        return next(s.parameter.name for s in self._plan.segments if (s.start, s.stop) == (run.start, run.stop))

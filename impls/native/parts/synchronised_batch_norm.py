@@ -1,0 +1,68 @@
+"""BatchNorm whose statistics are those of the whole micro-batch, over all data ranks, weighted by their sample counts.
+
+torch's own SyncBatchNorm wants an accelerator; this one runs wherever sums can be reduced, in any dtype. Ranks may hold
+unlike numbers of samples. Ioffe and Szegedy 2015, "Batch Normalization".
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+def synchronise_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Makes every BatchNorm of `model` use the statistics of all ranks of `group` while training; parameter and buffer
+    names stay."""
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            module.forward = functools.partial(_forward, module, group)  # type: ignore[method-assign]
+
+
+def _forward(module: _BatchNorm, group: dist.ProcessGroup, inputs: Tensor) -> Tensor:
+    """inputs (samples, channels, ...): normalised over all but the channels, while training over all ranks."""
+    if not module.training:
+        return type(module).forward(module, inputs)
+    dims = [dim for dim in range(inputs.ndim) if dim != 1]
+    shape = [1, -1, *[1] * (inputs.ndim - 2)]
+    channels = inputs.shape[1]
+    local_count = inputs.numel() // channels
+    sums = torch.cat([inputs.sum(dims), inputs.new_tensor([local_count])])
+    totals: Tensor = _SumOverRanks.apply(sums, group)  # type: ignore[no-untyped-call]
+    count = totals[-1].detach()
+    mean = totals[:-1] / count
+    centred = inputs - mean.view(shape)
+    # Squares of centred values: the difference of large numbers E[x^2] - E[x]^2 would lose digits.
+    squares: Tensor = _SumOverRanks.apply((centred * centred).sum(dims), group)  # type: ignore[no-untyped-call]
+    variance = squares / count
+    normalised = centred * torch.rsqrt(variance + module.eps).view(shape)
+    if module.affine:
+        normalised = normalised * module.weight.view(shape) + module.bias.view(shape)
+    if module.num_batches_tracked is not None and module.running_mean is not None and module.running_var is not None:
+        with torch.no_grad():
+            module.num_batches_tracked.add_(1)
+            momentum = 1.0 / float(module.num_batches_tracked) if module.momentum is None else module.momentum
+            module.running_mean.lerp_(mean.detach(), momentum)
+            module.running_var.lerp_(variance.detach() * (count / (count - 1)), momentum)
+    return normalised
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Sum over ranks; the gradient is summed too, since every rank's loss depends on the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = local.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = gradients[0].contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None

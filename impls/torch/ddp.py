@@ -1,0 +1,119 @@
+"""torch's DistributedDataParallel as its best users run it: gradients as views of the buckets, a fused optimizer, no
+exchange on micro-batches before the last."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from harness.implementation import Implementation, StepOutput, phase
+from harness.layout import Layout
+from harness.mesh import Mesh
+from harness.optimizer import RecipeOptimizer
+from harness.parameters import LogicalParameter, MemoryCategory, replicated_state_bytes
+from harness.workload import Batch, Workload
+
+
+class TorchDataParallel(Implementation):
+    """DDP averages over ranks, so each rank's loss is multiplied by their number; the divisor is the global token count
+    all the same. `bucket_cap_mb` is DDP's own; `find_unused_parameters` makes it search the graph for parameters that
+    a step does not reach, which it must where there are any."""
+
+    strategy = "data_parallel"
+
+    @classmethod
+    def unsupported(
+        cls, workload: Workload, layout: Layout, device: torch.device, options: Mapping[str, Any]
+    ) -> str | None:
+        if (layout.tensor, layout.pipeline) != (1, 1) or layout.shard not in (None, 1):
+            return f"DistributedDataParallel takes only a data degree, got {layout}"
+        if workload.synchronise_batch_norm and device.type == "cpu":
+            return "torch.nn.SyncBatchNorm runs on accelerators only"
+        if workload.precision.gradient != workload.precision.compute:
+            return (
+                f"DistributedDataParallel reduces gradients in the parameters' dtype, "
+                f"got {workload.precision.name} with gradients in {workload.precision.gradient}"
+            )
+        return workload.fits_data_degree(layout.data)
+
+    @classmethod
+    def predicted_memory(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Mapping[MemoryCategory, int] | None:
+        return replicated_state_bytes(parameters, workload.precision, workload.training.optimizer)
+
+    @classmethod
+    def predicted_wire_bytes(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> int | None:
+        states = replicated_state_bytes(parameters, workload.precision, workload.training.optimizer)
+        return 2 * (layout.data - 1) * states["gradients"] // layout.data
+
+    def __init__(
+        self,
+        workload: Workload,
+        layout: Layout,
+        mesh: Mesh,
+        device: torch.device,
+        *,
+        bucket_cap_mb: float = 25,
+        find_unused_parameters: bool = False,
+    ) -> None:
+        self.workload = workload
+        self.data_degree = layout.data
+        self.module = workload.build_model().to(device)
+        if workload.synchronise_batch_norm:
+            self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module, mesh.group("data"))
+        self.optimizer = RecipeOptimizer(self.module, workload)
+        self.wrapped = DistributedDataParallel(
+            self.module,
+            process_group=mesh.group("data"),
+            bucket_cap_mb=bucket_cap_mb,
+            find_unused_parameters=find_unused_parameters,
+            gradient_as_bucket_view=True,
+        )
+
+    def train_step(self, batch: Batch) -> StepOutput:
+        loss_sum, num_tokens = torch.zeros((), dtype=torch.float64), 0
+        self.wrapped.zero_grad(set_to_none=True)
+        last = len(batch.micro_batches) - 1
+        for index, micro_batch in enumerate(batch.micro_batches):
+            without_exchange = self.wrapped.no_sync() if index < last else contextlib.nullcontext()
+            with without_exchange:
+                with phase("forward"):
+                    loss = self.workload.loss_sum(self.wrapped, micro_batch)
+                with phase("backward"):
+                    (loss * (self.data_degree / batch.global_num_tokens)).backward()
+            loss_sum += loss.detach()
+            num_tokens += micro_batch.num_tokens
+        with phase("optimizer"):
+            update = self.optimizer.step(tracks_norm=self.tracks_gradient_norm)
+        return StepOutput(
+            loss_sum=loss_sum,
+            num_tokens=num_tokens,
+            gradient_norm=update.gradient_norm,
+            skipped=update.skipped,
+            learning_rates=update.learning_rates,
+        )
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        return self.optimizer.unclipped_gradients()
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        masters = dict(zip(self.optimizer.names, self.optimizer.masters, strict=True))
+        return {
+            name: masters.get(name, parameter).detach().cpu().clone()
+            for name, parameter in self.module.named_parameters()
+        }
+
+    def memory_tensors(self) -> dict[MemoryCategory, Iterable[Tensor]]:
+        return {
+            "parameters": self.module.parameters(),
+            "gradients": [p.grad for p in self.optimizer.parameters if p.grad is not None],
+            "optimizer_states": self.optimizer.state_tensors(),
+        }

@@ -1,0 +1,66 @@
+"""What a checkout can do: `nox -s smoke`, `nox -s tests`, `nox -s lint`, `nox -s peers`.
+
+All sessions share the virtual environment .venv, so torch is installed once; nox itself gives each session its own, so
+they run with `python=False` and name .venv's commands. It is installed again only when pyproject.toml or
+constraints.txt has changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+
+import nox
+
+nox.options.sessions = ["smoke", "tests", "lint"]
+
+ENVIRONMENT = Path(".venv")
+COMMANDS = ENVIRONMENT / "bin"
+EXTRAS = ("hf", "lint", "test")
+INSTALLED_FROM = ("pyproject.toml", "constraints.txt")
+
+
+@nox.session(python=False)
+def smoke(session: nox.Session) -> None:
+    """The main job: every smoke case held against one process, a table, results.jsonl, MLflow. Arguments go along."""
+    install(session)
+    session.run(f"{COMMANDS}/meshmark", "run", "smoke", *session.posargs)
+
+
+@nox.session(python=False)
+def tests(session: nox.Session) -> None:
+    """The tests. Arguments go to pytest: nox -s tests -- tests/harness -k layout."""
+    install(session)
+    session.run(f"{COMMANDS}/pytest", *session.posargs)
+
+
+@nox.session(python=False)
+def lint(session: nox.Session) -> None:
+    """Style and types."""
+    install(session)
+    session.run(f"{COMMANDS}/ruff", "check", ".")
+    session.run(f"{COMMANDS}/ruff", "format", "--check", ".")
+    session.run(f"{COMMANDS}/mypy")
+
+
+@nox.session(python=False)
+def peers(session: nox.Session) -> None:
+    """Ours timed beside other people's, in rounds that take turns, and the ratio table. Wants a quiet machine."""
+    install(session)
+    session.run(f"{COMMANDS}/meshmark", "run", "peers", *session.posargs)
+
+
+def install(session: nox.Session) -> None:
+    """Make .venv and install this checkout into it with every extra, unless it already holds exactly that."""
+    python, stamp = COMMANDS / "python", ENVIRONMENT / "installed-from"
+    wanted = hashlib.sha256(b"".join(Path(name).read_bytes() for name in INSTALLED_FROM)).hexdigest()
+    if python.exists() and stamp.is_file() and stamp.read_text() == wanted:
+        session.log(f"{ENVIRONMENT} is up to date with {' and '.join(INSTALLED_FROM)}")
+        return
+    if not python.exists():
+        # virtualenv comes with nox; the standard library's venv is a package of its own on some systems.
+        session.run(sys.executable, "-m", "virtualenv", "--quiet", str(ENVIRONMENT))
+    extras = ",".join(EXTRAS)
+    session.run(str(python), "-m", "pip", "install", "-c", "constraints.txt", "-e", f".[{extras}]")
+    stamp.write_text(wanted)

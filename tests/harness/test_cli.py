@@ -1,0 +1,155 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness import cli, suites
+from harness.case import Case
+from harness.layout import Layout
+from harness.result import Result, append
+
+BAD_SUITE = """
+from harness.case import Case, Suite
+
+suite = Suite(name="bad", cases=(Case(workload="gpt", implementation="native.ddp", options={OPTIONS}),))
+"""
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Each test in a directory of its own: results and MLflow's store land in the current one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def bad_suite(options: str) -> str:
+    Path("bad_suite.py").write_text(BAD_SUITE.replace("{OPTIONS}", options))
+    return "bad_suite.py"
+
+
+def results(directory: Path, *statuses: str) -> Path:
+    directory.mkdir()
+    for number, status in enumerate(statuses, start=2):
+        case = Case(workload="gpt", implementation="torch.ddp", layout=Layout(data=number))
+        metrics = {"throughput.tokens_per_second": 1234.0} if status == "ok" else {}
+        append(directory, Result(case=case, status=status, reason="why", metrics=metrics))  # type: ignore[arg-type]
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["run"], "Missing argument 'SUITE'"),
+        (["run", "smoke", "--no-such-option"], "No such option: --no-such-option"),
+        (["walk"], "No such command 'walk'"),
+        (["list", "everything"], "'everything' is not one of"),
+        (["run", "no_such_suite"], "suite 'no_such_suite': expected one of"),
+        (["run", "no_such_file.py"], "expected an existing Python file"),
+        (["report", "no_such_directory"], "expected a results directory with results.jsonl, found none"),
+        (["report", ".", "--format", "xml"], "'xml' is not one of"),
+        (["upload", "no_such_directory"], "expected a results directory with results.jsonl, found none"),
+        (["try", "native.dpp"], "implementation 'native.dpp': expected one of"),
+        (["try", "native.ddp", "--data", "two"], "expected an integer, got 'two'"),
+        (["try", "native.ddp", "--data", "0"], "layout: data must be a positive integer, got 0"),
+        (["try", "native.ddp", "--steps", "-1"], "timed_steps must be an integer of at least 0, got -1"),
+        (["try", "native.ddp", "--data", "2", "--shard", "3"], "shard must divide data, got shard 3 and data 2"),
+        (["try", "native.ddp", "--workload", "gpt:size=vast"], "size must be one of"),
+        (["try", "native.ddp", "--precision", "fp8"], "precision must be one of fp64, fp32, bf16"),
+        (["try", "native.ddp", "--option", "ring"], "--option: expected key=value, got 'ring'"),
+        (["try", "native.ddp", "--option", "reducton=ring"], "option reducton: native.ddp takes"),
+        (["try", "native.ddp", "--option", "reduction=rign"], "option reduction: native.ddp expects one of"),
+    ],
+)
+def test_bad_input_is_one_line_on_standard_error_and_exit_code_2(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.count("\n") == 1
+    assert output.err.startswith("meshmark: ")
+    assert expected in output.err
+    assert not Path("results").exists(), "nothing is made for a run that cannot start"
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "expected"),
+    [
+        ('{"reducton": "ring"}', [], "case native.ddp reducton=ring, single: option reducton: native.ddp takes"),
+        ("{}", ["--only", "fsdp"], "--only 'fsdp' matches none of the 1 cases of bad"),
+        ("{}", ["--resume"], "--resume: expected an earlier run in results/bad-*, found none"),
+        ("3", [], "bad_suite.py"),
+    ],
+)
+def test_a_suite_that_cannot_run_is_refused_before_it_starts(
+    options: str, more: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["run", bad_suite(options), *more]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert expected in error
+
+
+def test_results_are_not_mixed_with_an_earlier_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    directory = results(tmp_path / "r", "ok")
+    assert cli.main(["run", bad_suite("{}"), "--results", str(directory)]) == 2
+    assert "add --resume, or name another directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("below", ["", "/x"])
+def test_a_results_directory_that_cannot_be_made_is_one_line(below: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("file").write_text("")
+    assert cli.main(["run", bad_suite("{}"), "--results", f"file{below}"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "'file" in error
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_that_is_not_writable_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("locked").mkdir(mode=0o500)
+    assert cli.main(["run", bad_suite("{}"), "--results", "locked"]) == 2
+    assert "Permission denied" in capsys.readouterr().err
+
+
+def test_report_prints_table_markdown_and_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    directory = str(results(tmp_path / "r", "ok", "failed"))
+    assert cli.main(["report", directory]) == 0
+    assert "1,234" in capsys.readouterr().out
+    assert cli.main(["report", directory, "--format", "markdown"]) == 0
+    assert "| torch.ddp | data=2 | 1,234 |" in capsys.readouterr().out
+    assert cli.main(["report", directory, "--format", "json"]) == 0
+    read = json.loads(capsys.readouterr().out)
+    assert [(each["case"]["layout"], each["status"]) for each in read] == [("data=2", "ok"), ("data=3", "failed")]
+
+
+def test_report_names_a_broken_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    directory = results(tmp_path / "r", "ok")
+    with (directory / "results.jsonl").open("a") as file:
+        file.write("{}\n")
+    assert cli.main(["report", str(directory)]) == 2
+    assert "results.jsonl, line 2: not a result" in capsys.readouterr().err
+
+
+def test_list_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list"]) == 0
+    output = capsys.readouterr().out
+    for expected in ("native.ddp", "available", "reduction=all_reduce", "convnet", "size=tiny|", *suites.names()):
+        assert expected in output
+
+
+def test_help_teaches_and_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    output = capsys.readouterr().out
+    for expected in ("run", "try", "list", "report", "upload", "Exit code"):
+        assert expected in output
+
+
+def test_importing_the_command_line_imports_nothing_heavy() -> None:
+    """A rank imports it again, and help should be instant."""
+    check = "import sys, harness.cli; print([name for name in ('torch', 'mlflow', 'numpy') if name in sys.modules])"
+    answer = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60, check=True)
+    assert answer.stdout.strip() == "[]"

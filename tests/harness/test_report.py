@@ -1,0 +1,222 @@
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from harness import reasons, report
+from harness.case import Case
+from harness.layout import Layout
+from harness.result import Parity, Result, append, read
+
+HELD = Parity(
+    ok=True,
+    lane="fp64",
+    loss_max_relative=1e-16,
+    gradient_norm_max_relative=0.0,
+    gradient_max_relative=0.0,
+    parameter_max_relative=0.0,
+    worst_parameter=None,
+    first_bad_step=None,
+    explanation=None,
+    replicas_bit_equal=True,
+    tolerance={"loss": 1e-12},
+)
+PARTED = replace(
+    HELD,
+    ok=False,
+    loss_max_relative=0.5,
+    gradient_max_relative=1.0,
+    first_bad_step=1,
+    worst_parameter="block0.attention.projection.weight",
+    explanation="every gradient is 2 times the reference's: the data degree",
+    replicas_bit_equal=False,
+)
+METRICS = {
+    "throughput.tokens_per_second": 14210.4,
+    "step.median_seconds": 0.3061,
+    "memory.peak_allocated_bytes.max_rank": 310 * 2**20,
+    "memory.predicted_peak_bytes": 301.25 * 2**20,
+    "communication.bytes_per_step": 64.5 * 2**20,
+    "communication.busy_ratio": 0.31,
+    "communication.exposed_ratio": 0.0123,
+    "communication.blocked_ratio": 0.002,
+    "cpu.seconds_per_step": 0.61,
+}
+
+
+def result(implementation: str = "native.ddp", data: int = 2, **fields: Any) -> Result:
+    options, workload = fields.pop("options", {}), fields.pop("workload", "gpt:size=17m")
+    case = Case(workload=workload, implementation=implementation, layout=Layout(data=data), options=options)
+    return Result(**{"case": case, "status": "ok", "suite": "smoke", **fields})
+
+
+MEASURED = result(metrics=METRICS, parity=HELD, options={"transport": "shared_memory"})
+ALONE = result("reference", 1, metrics={"throughput.tokens_per_second": 7000.0, "step.median_seconds": 0.6})
+DIVERGED = result(data=4, status="parity failed", parity=PARTED, metrics=METRICS)
+CRASHED = result("torch.ddp", status="failed", reason="RuntimeError: gone\nfar", culprit=1, traceback="Traceback:\n  x")
+MISSING = result("torch.ddp", 8, status="unavailable", reason="No module named 'deepspeed'")
+IMAGES = result(workload="convnet", metrics={"throughput.samples_per_second": 99.96, "step.median_seconds": 0.0005})
+ALL = [ALONE, MEASURED, DIVERGED, CRASHED, MISSING, IMAGES]
+RATIOS = [
+    {
+        "strategy": "data_parallel",
+        "workload": "gpt:size=17m",
+        "precision": "fp32",
+        "layout": "data=2",
+        "world_size": 2,
+        "implementation": "native.ddp transport=shared_memory",
+        "best_peer": "torch.ddp",
+        "ratio": 0.8512,
+        "floor_ratio": 1.04,
+        "overhead_ratio": None,
+        "rounds": 7,
+        "spread": 0.012,
+    }
+]
+
+
+def shown(renderable: Any, width: int = 100) -> list[str]:
+    file = io.StringIO()
+    Console(file=file, width=width).print(renderable)
+    return file.getvalue().splitlines()
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("| ").split(" | ")]
+
+
+def markdown_rows(results: list[Result]) -> dict[str, dict[str, str]]:
+    """{implementation layout: {header: cell}} of the first table."""
+    lines = [line for line in report.markdown(results, [], Path("r")).splitlines() if line.startswith("|")]
+    header, _, *rows = map(cells, lines)
+    return {f"{row[0]} {row[1]}": dict(zip(header, row, strict=True)) for row in rows}
+
+
+def test_figures_keep_three_digits_and_never_invent_a_zero() -> None:
+    values = (None, 0.0, 14210.4, 99.96, 12.34, 1.234, 0.01234, 1.2e-7)
+    assert [report.figure(value) for value in values] == [
+        "-", "0", "14,210", "100.0", "12.3", "1.23", "0.0123", "1.2e-07",
+    ]  # fmt: skip
+
+
+def test_every_figure_stands_in_its_column_in_its_unit() -> None:
+    assert markdown_rows([MEASURED])["native.ddp transport=shared_memory data=2"] == {
+        "implementation": "native.ddp transport=shared_memory",
+        "layout": "data=2",
+        "tokens/s": "14,210",
+        "step ms": "306",
+        "peak MiB": "310",
+        "plan MiB": "301",
+        "sent MiB": "64.5",
+        "busy %": "31.0",
+        "exposed %": "1.23",
+        "blocked %": "0.2",
+        "CPU s/step": "0.61",
+        "parity": "ok",
+        "status": "ok",
+    }
+
+
+def test_what_is_not_known_is_a_dash() -> None:
+    row = markdown_rows([ALONE])["reference single"]
+    assert {name for name, cell in row.items() if cell == "-"} == row.keys() - {
+        "implementation", "layout", "tokens/s", "step ms", "status",
+    }  # fmt: skip
+
+
+def test_a_parted_run_says_where_it_parts() -> None:
+    assert markdown_rows([DIVERGED])["native.ddp data=4"]["parity"] == (
+        "FAILED at step 1: block0.attention.projection.weight"
+    )
+    assert reasons.reasons(DIVERGED) == [
+        "parity failed: native.ddp, data=4, gpt:size=17m, fp32",
+        "off by, relative: loss 5.0e-01, gradient norm 0.0e+00, gradients 1.0e+00, parameters 0.0e+00",
+        "allowed (fp64): loss 1.0e-12",
+        "parts at step 1",
+        "most in block0.attention.projection.weight",
+        "replicas differ between ranks",
+        "explained by: every gradient is 2 times the reference's: the data degree",
+    ]
+
+
+def test_a_failure_names_its_rank() -> None:
+    assert reasons.reasons(CRASHED) == [
+        "failed: torch.ddp, data=2, gpt:size=17m, fp32",
+        "rank 1: RuntimeError: gone far",
+    ]
+
+
+def test_a_fallback_is_said() -> None:
+    facts = {"transport": "process_group", "transport_fallback": "ranks on several nodes", "num_buckets": "3"}
+    fell_back = replace(MEASURED, environment={"facts": facts})
+    assert reasons.departures(fell_back) == [
+        "native.ddp transport=shared_memory, data=2: ran with transport=process_group (ranks on several nodes)"
+    ]
+    assert reasons.departures(replace(MEASURED, environment={"facts": {"transport": "shared_memory"}})) == []
+    assert "ran with transport=process_group" in report.markdown([fell_back], [], Path("r"))
+
+
+def test_the_machine_is_named() -> None:
+    environment = {"device": {"name": "A CPU"}, "logical_cores": 2, "threads_per_rank": 1, "torch": "2.13.0"}
+    assert reasons.measured_on([CRASHED, replace(MEASURED, environment=environment)]) == [
+        "measured on: A CPU, 2 cores, 1 thread(s) a rank, torch 2.13.0"
+    ]
+    assert reasons.measured_on([CRASHED]) == []
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_the_terminal_report_fits(width: int) -> None:
+    lines = shown(report.text(ALL, RATIOS, Path("results/x"), width), width)
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    for expected in ("tokens/s", "samples/s", "unavailable", "14,210", "0.851", "time /", report.MLFLOW_COMMAND):
+        assert expected in text
+    assert ("blocked" in text.split("parity failed:")[0]) == (width >= 140)
+
+
+def test_numbers_are_right_aligned() -> None:
+    lines = shown(report.table("t", [ALONE, MEASURED]))
+    ends = {line.index(text) + len(text) for text in ("14,210", "7,000") for line in lines if text in line}
+    assert len(ends) == 1
+
+
+def test_workloads_have_tables_of_their_own_with_their_own_unit() -> None:
+    text = report.markdown(ALL, RATIOS, Path("r"))
+    assert text.index("## gpt:size=17m, fp32") < text.index("## convnet, fp32")
+    assert text.count("| tokens/s |") == text.count("| samples/s |") == 1
+    assert "```text\nTraceback:\n  x\n```" in text
+    assert "No module named 'deepspeed'" in text
+    own = (
+        "| data_parallel | native.ddp transport=shared_memory | data=2 | 2 | torch.ddp | 0.851 | 1.04 | - | 7 | 0.012 |"
+    )
+    assert own in text
+
+
+def test_the_report_survives_the_results_file(tmp_path: Path) -> None:
+    lost = replace(DIVERGED, parity=replace(PARTED, loss_max_relative=float("nan")))
+    for each in (MEASURED, lost):
+        append(tmp_path, each)
+    (tmp_path / "ratios.json").write_text(json.dumps(RATIOS))
+    report.write(tmp_path, read(tmp_path))
+    text = (tmp_path / "report.md").read_text()
+    assert "loss nan" in text
+    assert "## Ratios: gpt:size=17m, fp32" in text
+
+
+@pytest.mark.parametrize("content", ["[", "{}", '[{"ratio": 1}]', "[3]"])
+def test_a_broken_ratio_file_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "ratios.json").write_text(content)
+    with pytest.raises(ValueError, match=r"ratios\.json: expected"):
+        report.read_ratios(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("results", "success"),
+    [([MEASURED, MISSING], True), ([MEASURED, CRASHED], False), ([DIVERGED], False)],
+)
+def test_only_what_failed_fails_a_run(results: list[Result], success: bool) -> None:
+    assert report.is_success(results) is success
