@@ -4,25 +4,43 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from harness import models
+from harness.case import Case
+from harness.explanation import explain
+from harness.launch.local import OnProgress
 from harness.measured_case import MeasuredCase
 from harness.parity import compare
+from harness.references import References, lane_of
+from harness.result import Parity
+from harness.trajectory import Trajectory
+from harness.workload import in_precision
 
 
 def judge(measured: MeasuredCase) -> None:
     """Gives the case its parity, and the status `parity failed` where it parts from the reference. LaunchFailed if the
     reference itself cannot be run."""
-    case, trajectory = measured.case, measured.trajectory
+    trajectory = measured.trajectory
     if trajectory is None:
         return
-    measured.on_phase("reference", 0, 1)
-    reference = measured.references.trajectory(case, measured.on_phase)
-    tolerance = measured.references.tolerance(case, measured.on_phase)
-    measured.samples |= {"losses": trajectory.losses, "reference_losses": reference.losses}
-    parity = compare(trajectory, reference, tolerance)
+    parity = held_against_reference(trajectory, measured.case, measured.references, measured.on_phase)
     if not parity.ok:
-        measured.status = "parity failed"
-        measured.reason = parity.explanation
-    measured.parity = replace(parity)
-    measured.metrics |= {
-        "parity.num_skipped_steps": float(sum(trajectory.skipped)),
+        measured.status, measured.reason = "parity failed", parity.explanation
+    measured.parity = parity
+    measured.metrics["parity.num_skipped_steps"] = float(sum(trajectory.skipped))
+    measured.samples |= {
+        "losses": trajectory.losses,
+        "reference_losses": measured.references.trajectory(measured.case).losses,
     }
+
+
+def held_against_reference(
+    trajectory: Trajectory, case: Case, references: References, on_progress: OnProgress | None = None
+) -> Parity:
+    """The parity of a run of `case`, with what explains a gap."""
+    reference = references.trajectory(case, on_progress)
+    tolerance = references.tolerance(case, on_progress)
+    parity = compare(trajectory, reference, tolerance)
+    if parity.ok:
+        return parity
+    workload = in_precision(models.load(case.workload), lane_of(case.precision), references.weights(case.workload))
+    return replace(parity, explanation=explain(trajectory, reference, tolerance, workload, case.layout))

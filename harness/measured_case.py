@@ -37,6 +37,7 @@ class MeasuredCase:
     scratch: Path  # for weights and tensors; goes when the suite is done
     logs: Path
     references: References
+    on_start: Callable[[], None]
     on_phase: OnPhase
     device: str = "cpu"
     started: float = field(default_factory=time.time)
@@ -88,8 +89,8 @@ class MeasuredCase:
         assert self.launch is not None
         self.launch.extend_deadline()
         answers = self._command("time_steps", num_steps=self.case.measurement.timed_steps)
-        for of_rank, answer in zip(self.samples["step_seconds"], answers, strict=True):
-            of_rank += answer["step_seconds"]
+        for seconds, answer in zip(self.samples["step_seconds"], answers, strict=True):
+            seconds.extend(answer["step_seconds"])
         self.samples["cpu_seconds"].append([answer["cpu_seconds"] for answer in answers])
         self.samples["tokens"] += answers[0]["global_num_tokens"]
 

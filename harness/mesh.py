@@ -67,6 +67,12 @@ class Mesh:
         """Whether this rank's group along `axis` lies within one node."""
         return self.topology.on_one_node(self.ranks(axis))
 
+    def close(self) -> None:
+        """Ends the groups this mesh has made. Collective."""
+        for group in self._groups.values():
+            dist.destroy_process_group(group)
+        self._groups.clear()
+
     def device_mesh(self) -> DeviceMesh:
         """torch's own mesh over the same ranks, with dims pipeline, data, tensor. Collective."""
         return init_device_mesh(

@@ -60,6 +60,12 @@ class RecipeOptimizer:
         make = factory or (lambda groups: torch_optimizer(self._training, groups))
         self.optimizer = make(groups) if groups else None
 
+    def clear_gradients(self) -> None:
+        """Lets go of the last step's gradients; without it they would stay while the next ones are made."""
+        self._gradients = []
+        for parameter in self.parameters:
+            parameter.grad = None
+
     @property
     def uses_masters(self) -> bool:
         return any(master is not parameter for master, parameter in zip(self.masters, self.parameters, strict=True))
@@ -86,6 +92,17 @@ class RecipeOptimizer:
             for name, grad in zip(self.names, self._gradients, strict=True)
             if grad is not None
         }
+
+    def full_parameters(self, model: nn.Module) -> dict[str, Tensor]:
+        """Every parameter of `model` by name, on the CPU; the masters where there are any."""
+        masters = dict(zip(self.names, self.masters, strict=True))
+        return {
+            name: masters.get(name, parameter).detach().cpu().clone() for name, parameter in model.named_parameters()
+        }
+
+    def live_gradients(self) -> list[Tensor]:
+        """The gradients that exist now, for memory accounts."""
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     @property
     def num_groups(self) -> int:

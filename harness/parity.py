@@ -10,15 +10,16 @@ Parameters differ by the *mean* difference over the *mean* update since the star
 by its own size, so where a gradient happens to be near zero its rounding error becomes an update of full size. Such
 elements are few: on a GPT of 0.9M parameters, fp32, four steps, the largest difference is 6e-3 of the update and says
 nothing, the root mean square 4e-5, the mean 2e-6 (in fp64 2e-11, 1e-13, 8e-15). A mean still sees one element that was
-never stepped, at 1/N. Where a whole parameter has rounding noise for a gradient (below NOISE epsilons of the largest),
-AdamW makes an update of noise out of it; its gradient is judged, its update only by its size.
+never stepped, at 1/N. Elements whose gradient is nothing but rounding noise (below NOISE epsilons of the largest), as
+in a key bias or in the key's third of a fused bias, are left out of it: AdamW makes updates of noise out of them. Their
+gradient is judged, their update only by its size.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import torch
@@ -42,7 +43,7 @@ Quantity = Literal[
 SMALL = 1e-3
 """A tensor smaller than this fraction of its yardstick is judged relative to the yardstick; see the note above."""
 NOISE = 64
-"""A gradient below this many epsilons of the model's largest is rounding noise."""
+"""A gradient below this many epsilons of the model's largest is rounding noise (measured: less than one epsilon)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +105,11 @@ class Tolerance:
     def from_noise(cls, reference: Trajectory, *others: Trajectory, factor: float = 8.0) -> Tolerance:
         """The fp32 lane: `factor` times the reference's distance from itself with another micro-batch split and another
         number of threads (`others`), within fixed bounds: a reference that repeats itself bit for bit still leaves room
-        for another order of additions, and no noise hides 0.1 % of the whole gradient or 1 % of one parameter's."""
+        for another order of additions, and no noise hides 0.1 % of the whole gradient or 1 % of one parameter's.
+        A model that holds half-precision parameters of its own gets the wider bounds of bf16."""
         noise = [d for other in others for d in differences(other, reference)]
+        if any(g.dtype.itemsize < 4 for gradients in reference.gradients.values() for g in gradients.values()):
+            return replace(_bounded(noise, factor, _BF16_LEAST, _BF16_MOST), lane="fp32", starting_weights=0.0)
         return _bounded(noise, factor, _FP32_LEAST, _FP32_MOST)
 
     @classmethod
@@ -153,9 +157,10 @@ def compare(case: Trajectory, reference: Trajectory, tolerance: Tolerance) -> Pa
 
 
 def departures(found: Iterable[Difference], tolerance: Tolerance) -> list[Difference]:
-    """The differences that are not allowed, the first step and there the largest excess in front."""
+    """The differences that are not allowed: the first step in front, and there the largest excess; replicas come after
+    the numbers they hold."""
     wrong = [difference for difference in found if tolerance.forbids(difference)]
-    return sorted(wrong, key=lambda d: (d.step, d.reason is None, -tolerance.excess(d)))
+    return sorted(wrong, key=lambda d: (d.step, d.quantity == "replicas", d.reason is None, -tolerance.excess(d)))
 
 
 def describe(difference: Difference, tolerance: Tolerance) -> str:
@@ -199,11 +204,36 @@ def largest_element(tensors: Mapping[str, Tensor]) -> float:
     return max((_peak(tensor) for tensor in tensors.values()), default=0.0)
 
 
-def relative_update(got: Tensor, right: Tensor, got_start: Tensor, right_start: Tensor) -> float:
-    """See [Note: What is compared with what]. A tiny update is judged as SMALL of the weights: it is stored in them."""
+def relative_update(
+    got: Tensor, right: Tensor, got_start: Tensor, right_start: Tensor, noise: Tensor | None = None
+) -> float:
+    """See [Note: What is compared with what]; the elements in `noise` are left out. A tiny update is judged as a
+    fraction SMALL of the weights, in which it is stored."""
     got_update, right_update = got.double() - got_start.double(), right.double() - right_start.double()
+    if noise is not None:
+        got_update, right_update, right = got_update[~noise], right_update[~noise], right[~noise]
     scale = max(_mean(right_update), SMALL * _mean(right))
     return _ratio(_mean(got_update - right_update), scale)
+
+
+def noisy_elements(case: Trajectory, reference: Trajectory) -> dict[str, Tensor]:
+    """Where the reference's gradient is rounding noise at every recorded step, by parameter. Elements that are exactly
+    0 in both runs, as an embedding's unused rows are, are no noise."""
+    noisy: dict[str, Tensor] = {}
+    silent: dict[str, Tensor] = {}
+    for step, gradients in reference.gradients.items():
+        yardstick = largest_element(gradients)
+        for name, gradient in gradients.items():
+            got = case.gradients.get(step, {}).get(name, gradient)
+            if got.shape != gradient.shape:
+                continue
+            # A reference in less than fp32 would leave nothing but noise; it still sums in fp32.
+            epsilon = min(torch.finfo(gradient.dtype).eps, torch.finfo(torch.float32).eps)
+            small = gradient.double().abs() <= NOISE * epsilon * yardstick
+            zero = (gradient == 0) & (got == 0)
+            noisy[name] = noisy[name] & small if name in noisy else small
+            silent[name] = silent[name] & zero if name in silent else zero
+    return {name: small & ~silent[name] for name, small in noisy.items()}
 
 
 def _starting_weights(case: Trajectory, reference: Trajectory) -> Iterable[Difference]:
@@ -260,7 +290,7 @@ def _gradients(case: Trajectory, reference: Trajectory, step: int) -> Iterable[D
 def _parameters(case: Trajectory, reference: Trajectory, step: int) -> Iterable[Difference]:
     yield from _unmatched("parameter", step, case.parameters, reference.parameters)
     started = case.starting_parameters.keys() & reference.starting_parameters.keys()
-    noisy = _noisy(case, reference)
+    noisy = noisy_elements(case, reference)
     updates = (
         _peak(reference.parameters[name].double() - start.double())
         for name, start in reference.starting_parameters.items()
@@ -271,25 +301,11 @@ def _parameters(case: Trajectory, reference: Trajectory, step: int) -> Iterable[
         got = case.parameters.get(name)
         if got is None or got.shape != right.shape or name not in started:
             continue
-        start, right_start = case.starting_parameters[name], reference.starting_parameters[name]
-        if name in noisy and _mean(got.double() - start.double()) <= 2 * largest_update:
-            relative = 0.0
-        else:
-            relative = relative_update(got, right, start, right_start)
+        start, noise = case.starting_parameters[name], noisy.get(name)
+        if noise is not None and not _peak((got.double() - start.double())[noise]) <= 2 * largest_update:
+            noise = None
+        relative = relative_update(got, right, start, reference.starting_parameters[name], noise)
         yield _tensor("parameter", step, name, got, relative)
-
-
-def _noisy(case: Trajectory, reference: Trajectory) -> set[str]:
-    """The parameters whose gradients are rounding noise at every recorded step; one that is exactly 0 is not noise."""
-    sizes: dict[str, float] = {}  # largest element over steps and both runs, in units of noise
-    for step, gradients in reference.gradients.items():
-        yardstick = largest_element(gradients)
-        for name, gradient in gradients.items():
-            # A reference in less than fp32 would leave nothing but noise; it still sums in fp32.
-            epsilon = min(torch.finfo(gradient.dtype).eps, torch.finfo(torch.float32).eps)
-            size = max(_peak(gradient), _peak(case.gradients.get(step, {}).get(name, gradient)))
-            sizes[name] = max(sizes.get(name, 0.0), _ratio(size, NOISE * epsilon * yardstick))
-    return {name for name, size in sizes.items() if 0 < size <= 1}
 
 
 def _buffers(case: Trajectory, reference: Trajectory, step: int) -> Iterable[Difference]:
@@ -410,6 +426,7 @@ __all__ = [
     "differences",
     "largest",
     "largest_element",
+    "noisy_elements",
     "relative_gradient",
     "relative_update",
 ]

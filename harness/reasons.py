@@ -11,11 +11,18 @@ def reasons(result: Result) -> list[str]:
     """Why a case is not ok: first which case, then one line for each thing that is known about it."""
     case = result.case
     lines = [f"{result.status}: {case.label}, {case.layout}, {case.workload}, {case.precision}"]
-    if result.reason:
-        culprit = "" if result.culprit is None else f"rank {result.culprit}: "
-        lines.append(culprit + " ".join(result.reason.split()))
-    if result.parity is not None and not result.parity.ok:
-        lines += _gap(result.parity)
+    parity = result.parity
+    parted = parity is not None and not parity.ok
+    reason = result.reason or (parity.explanation if parity is not None and parted else None)
+    if reason:
+        culprit = f"rank {result.culprit}: "
+        if result.culprit is None or reason.startswith(culprit):
+            culprit = ""
+        lines.append(culprit + " ".join(reason.split()))
+    if parity is not None and parted:
+        if parity.explanation not in (None, reason):
+            lines.append(f"explained by: {parity.explanation}")
+        lines += _gap(parity)
     return lines
 
 
@@ -42,14 +49,8 @@ def _gap(parity: Parity) -> list[str]:
     if parity.tolerance:
         allowed = ", ".join(f"{name} {float(value):.1e}" for name, value in parity.tolerance.items())
         lines.append(f"allowed ({parity.lane}): {allowed}")
-    if parity.first_bad_step is not None:
-        lines.append(f"parts at step {parity.first_bad_step}")
-    if parity.worst_parameter:
-        lines.append(f"most in {parity.worst_parameter}")
     if not parity.replicas_bit_equal:
         lines.append("replicas differ between ranks")
-    if parity.explanation:
-        lines.append(f"explained by: {parity.explanation}")
     return lines
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 from harness import models
-from harness.case import Case, Measurement
-from harness.launch.local import LocalLaunch, OnProgress
+from harness.case import Case
+from harness.launch.local import LaunchFailed, LocalLaunch, OnProgress
 from harness.layout import Layout
 from harness.parity import Tolerance
 from harness.rank_records import assemble
@@ -16,7 +17,7 @@ from harness.trajectory import Trajectory
 
 _ENVELOPE_SEEDS = (101, 102, 103)
 
-Launcher = Callable[..., LocalLaunch]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,32 +33,38 @@ class _Run:
 
 class References:
     """Starting weights, trajectories and tolerances, kept while a suite runs. `directory` holds weights and tensors;
-    `logs` the output of the processes. LaunchFailed if a reference itself fails."""
+    `logs` the output of the one process that makes them all. LaunchFailed if a reference itself fails."""
 
     def __init__(self, directory: Path, logs: Path, *, deadline_seconds: float = 300.0) -> None:
         self._directory = directory
         self._logs = logs
         self._deadline_seconds = deadline_seconds
+        self._process: LocalLaunch | None = None
+        self._num_processes = 0
         self._weights: dict[str, Path] = {}
         self._trajectories: dict[_Run, Trajectory] = {}
         self._tolerances: dict[_Run, Tolerance] = {}
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
 
     def weights(self, workload: str) -> Path:
         """The file of the workload's starting weights, written by one process on the CPU."""
         key = _weights_key(workload)
         if key not in self._weights:
             path = self._directory / f"weights-{len(self._weights)}.pt"
-            with self._launch(
-                _Run(workload=workload, precision="fp32", data_degree=1, num_steps=0, threads=1)
-            ) as ranks:
-                ranks.command("save_weights", path=str(path))
+            run = _Run(workload=workload, precision="fp32", data_degree=1, num_steps=0, threads=1)
+            self._carry_out(run, None, lambda process: process.command("save_weights", path=str(path)))
             self._weights[key] = path
         return self._weights[key]
 
     def trajectory(self, case: Case, on_progress: OnProgress | None = None) -> Trajectory:
         """The reference's own run of the case's work; in fp32 for a case in bf16, see Tolerance.from_seeds."""
         run = self._run_for(case)
-        return self._trajectory(replace(run, precision=_lane(run)), on_progress)
+        return self._trajectory(replace(run, precision=lane_of(run.precision)), on_progress)
 
     def tolerance(self, case: Case, on_progress: OnProgress | None = None) -> Tolerance:
         """How far the case may be from it: 1e-12 in fp64; in fp32 a multiple of the distance between the reference and
@@ -70,7 +77,7 @@ class References:
     def _make_tolerance(self, run: _Run, on_progress: OnProgress | None) -> Tolerance:
         if run.precision == "fp64":
             return Tolerance.exact()
-        if run.precision == _lane(run):
+        if run.precision == lane_of(run.precision):
             other = replace(run, workload=_split_otherwise(run.workload), threads=2)
             return Tolerance.from_noise(self._trajectory(run, on_progress), self._trajectory(other, on_progress))
         pairs = []
@@ -94,37 +101,44 @@ class References:
     def _trajectory(self, run: _Run, on_progress: OnProgress | None) -> Trajectory:
         if run not in self._trajectories:
             tensors = self._directory / f"reference-{len(self._trajectories)}.pt"
-            weights = self.weights(run.workload)
-            with self._launch(run, weights) as ranks:
-                ranks.command("build", on_progress)
-                records = ranks.command("parity", on_progress, num_steps=run.num_steps, path=str(tensors))
+
+            def train(process: LocalLaunch) -> list[Any]:
+                process.command("build", on_progress)
+                return process.command("parity", on_progress, num_steps=run.num_steps, path=str(tensors))
+
+            records = self._carry_out(run, self.weights(run.workload), train)
             self._trajectories[run] = assemble(records, tensors, Layout())
+            tensors.unlink()
         return self._trajectories[run]
 
-    def _launch(self, run: _Run, weights: Path | None = None) -> LocalLaunch:
+    def _carry_out(self, run: _Run, weights: Path | None, work: Callable[[LocalLaunch], T]) -> T:
+        """Has the reference's process take on the case of `run` and do `work`; one that fails is not used again."""
         case = Case(
             workload=run.workload,
             implementation="reference",
-            layout=Layout(),
             options={"data_degree": run.data_degree},
             precision=run.precision,
             role="reference",
-            measurement=Measurement(),
         )
-        number = sum(1 for _ in self._logs.glob("reference-*")) if self._logs.is_dir() else 0
-        return LocalLaunch(
-            case.to_json(),
-            1,
-            self._logs / f"reference-{number}",
-            weights=weights,
-            threads=run.threads,
-            deadline_seconds=self._deadline_seconds,
-        )
+        if self._process is None:
+            logs = self._logs / f"reference-{self._num_processes}"
+            self._process = LocalLaunch(case.to_json(), 1, logs, deadline_seconds=self._deadline_seconds)
+            self._num_processes += 1
+        try:
+            self._process.extend_deadline()
+            self._process.command(
+                "adopt", case=case.to_json(), weights=None if weights is None else str(weights), threads=run.threads
+            )
+            return work(self._process)
+        except LaunchFailed:
+            self._process.kill()
+            self._process = None
+            raise
 
 
-def _lane(run: _Run) -> str:
-    """The precision of the truth."""
-    return run.precision if run.precision == "fp64" else "fp32"
+def lane_of(precision: str) -> str:
+    """The precision of the truth that a case in `precision` is held against."""
+    return "fp64" if precision == "fp64" else "fp32"
 
 
 def _weights_key(workload: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from harness import ratios, result
@@ -27,7 +28,7 @@ _WORTH_RUNNING_AGAIN = frozenset({"failed", "timed out", "out of memory", "topol
 
 
 def run(
-    suite: Suite, directory: Path, *, progress: Progress, resume: bool = False, device: str | None = None
+    suite: Suite, directory: Path, *, progress: Progress, resume: bool = False, device: str = "cpu"
 ) -> list[Result]:
     """Runs every case of `suite` and appends each result to the directory's results file as soon as it is known; with
     `resume` only those that have none yet or could not be measured. All results of the directory, in suite order.
@@ -44,11 +45,18 @@ def run(
     progress.suite_started(suite, due)
     with tempfile.TemporaryDirectory(prefix="meshmark-") as scratch:
         references = References(Path(scratch), directory / "logs")
-        for group in groups:
-            for measured in _run_group(suite, group, directory, Path(scratch), references, progress, device or "cpu"):
+        try:
+            for measured in chain.from_iterable(
+                _run_group(
+                    [_measured(case, directory, Path(scratch), references, progress, device=device) for case in group]
+                )
+                for group in groups
+            ):
                 earlier[measured.case.id] = measured.result(suite.name, suite_run)
                 result.append(directory, earlier[measured.case.id])
                 progress.case_finished(earlier[measured.case.id])
+        finally:
+            references.close()
     results = [earlier[case.id] for case in suite.cases if case.id in earlier]
     if suite.interleaved:
         rows = ratios.ratio_rows(results)
@@ -72,34 +80,29 @@ def _is_due(case: Case, earlier: dict[str, Result]) -> bool:
     return case.id not in earlier or earlier[case.id].status in _WORTH_RUNNING_AGAIN
 
 
-def _run_group(
-    suite: Suite,
-    group: Sequence[Case],
-    directory: Path,
-    scratch: Path,
-    references: References,
-    progress: Progress,
-    device: str,
-) -> Iterator[MeasuredCase]:
+def _measured(
+    case: Case, directory: Path, scratch: Path, references: References, progress: Progress, *, device: str
+) -> MeasuredCase:
+    return MeasuredCase(
+        case=case,
+        scratch=scratch,
+        logs=directory / "logs" / case.id,
+        references=references,
+        on_start=partial(progress.case_started, case),
+        on_phase=partial(progress.phase, case),
+        device=device,
+    )
+
+
+def _run_group(members: Sequence[MeasuredCase]) -> Iterator[MeasuredCase]:
     """Measures the cases of a group; yields each when all that can be known of it is.
 
     Timed windows take turns, and every round begins with another case: what drifts meets each of them alike.
     """
-    members = [
-        MeasuredCase(
-            case=case,
-            scratch=scratch,
-            logs=directory / "logs" / case.id,
-            references=references,
-            on_phase=partial(progress.phase, case),
-            device=device,
-        )
-        for case in group
-    ]
     running: list[MeasuredCase] = []
     try:
         for member in members:
-            progress.case_started(member.case)
+            member.on_start()
             if not member.cannot_run() and _guarded(member, member.start):
                 running.append(member)
         for number in range(max((member.case.measurement.rounds for member in running), default=0)):

@@ -92,8 +92,11 @@ def _train(model: nn.Module, workload: Workload, data_degree: int) -> Iterator[t
             shares = tuple(_shares(model, workload, data_degree, step))
         total = total_gradients(shares)
         divisor = workload.global_num_tokens(step)
-        gradients = [total[name] / divisor if name in total else None for name in optimizer.names]
-        optimizer.step(tracks_norm=False, gradients=gradients)
+        for name, parameter in model.named_parameters():
+            parameter.grad = total[name] / divisor if name in total else None
+        optimizer.step(tracks_norm=False)
+        for parameter in model.parameters():
+            parameter.grad = None
         yield shares
         step += 1
 

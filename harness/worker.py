@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from multiprocessing import connection
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -24,7 +25,7 @@ from harness.case import Case
 from harness.launch.local import Job
 from harness.measure.communication import StepRecord
 from harness.measure.communication_recorder import CommunicationRecorder
-from harness.measure.memory import MemoryRecorder, MemoryReport
+from harness.measure.memory import NUM_WARM_UP_STEPS, MemoryRecorder, MemoryReport
 from harness.measure.recording_backend import BACKEND_NAME, install
 from harness.mesh import Mesh
 from harness.workload import Batch, Workload, in_precision
@@ -65,33 +66,48 @@ class Worker:
 
     def __init__(self, job: Job, progress: Callable[[str, int, int], None]) -> None:
         self.job = job
-        self.case = Case.from_json(job.case)
         self.progress = progress
         self.device = torch.device(job.device, job.rank) if job.device == "cuda" else torch.device(job.device)
-        self.workload: Workload = in_precision(models.load(self.case.workload), self.case.precision, job.weights)
         self.recorder = CommunicationRecorder() if job.instrumented else None
         self.implementation: implementation.Implementation | None = None
-        self.step = 0
-        torch.set_num_threads(job.threads)
-        timeout = timedelta(seconds=job.timeout_seconds)
+        self._timeout = timedelta(seconds=job.timeout_seconds)
+        self.progress("joining", 0, 1)
         real_backend: Literal["nccl", "gloo"] = "nccl" if job.device == "cuda" else "gloo"
-        backend: str = real_backend
         if self.recorder is not None:
             install(self.recorder, real_backend=real_backend)
-            backend = BACKEND_NAME
-        self.progress("joining", 0, 1)
         dist.init_process_group(
-            backend,
+            real_backend if self.recorder is None else BACKEND_NAME,
             init_method=f"file://{job.directory.resolve()}/rendezvous",
             rank=job.rank,
-            world_size=self.case.world_size,
-            timeout=timeout,
+            world_size=Case.from_json(job.case).world_size,
+            timeout=self._timeout,
         )
         # The harness' own barriers go over a group of their own, so that no instrument sees them.
-        self.control = dist.new_group(backend="gloo", timeout=timeout)
+        self.control = dist.new_group(backend="gloo", timeout=self._timeout)
+        self._take(job.case, job.weights, job.threads)
+
+    def adopt(self, case: dict[str, Any], weights: str | None = None, threads: int = 1) -> None:
+        """Gives up the case at hand for another one of the same world size, to be built anew. Figures of time and
+        memory want fresh processes; trajectories do not."""
+        if self.implementation is not None:
+            self.implementation.close()
+            self.implementation = None
+        self.mesh.close()
+        self._take(case, None if weights is None else Path(weights), threads)
+
+    def _take(self, case: dict[str, Any], weights: Path | None, threads: int) -> None:
+        self.case = Case.from_json(case)
+        self.step = 0
+        self.workload: Workload = in_precision(models.load(self.case.workload), self.case.precision, weights)
         self.mesh = Mesh(
-            self.case.layout, self.case.placed, job.rank, self.device, observer=self.recorder, timeout=timeout
+            self.case.layout,
+            self.case.placed,
+            self.job.rank,
+            self.device,
+            observer=self.recorder,
+            timeout=self._timeout,
         )
+        torch.set_num_threads(threads)
 
     def environment(self) -> dict[str, Any]:
         return environment.describe(self.device)
@@ -157,16 +173,15 @@ class Worker:
         return {"step_seconds": seconds, "cpu_seconds": cpu_seconds, "global_num_tokens": num_tokens}
 
     def build_and_measure_memory(self, num_steps: int) -> MemoryReport | None:
-        """Builds the implementation and trains `num_steps` steps after the first, under the memory instrument."""
+        """Builds the implementation and trains `num_steps` steps after the warm-up, under the memory instrument."""
         if not num_steps:
             self.build()
             return None
-        recorder = MemoryRecorder(self.device)
-        with recorder:
+        batches = [self._batch() for _ in range(NUM_WARM_UP_STEPS + num_steps)]
+        with MemoryRecorder(self.device) as recorder:
             self.build()
-            for index in range(num_steps + 1):
-                self.progress("measuring memory", index, num_steps + 1)
-                batch = self._batch()
+            for index, batch in enumerate(batches):
+                self.progress("measuring memory", index, len(batches))
                 with recorder.step(self._built().memory_tensors):
                     self._built().train_step(batch)
         return recorder.report()

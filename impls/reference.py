@@ -57,8 +57,7 @@ class Reference(Implementation):
                 parameter.grad_dtype = workload.precision.gradient
 
     def train_step(self, batch: Batch) -> StepOutput:
-        for parameter in self.optimizer.parameters:
-            parameter.grad = None
+        self.optimizer.clear_gradients()
         loss_sum, num_tokens = torch.zeros((), dtype=torch.float64), 0
         starting_buffers = self.full_buffers() if self.data_degree > 1 else {}
         winning_buffers: dict[str, Tensor] = {}
@@ -91,16 +90,12 @@ class Reference(Implementation):
         return self.optimizer.unclipped_gradients()
 
     def full_parameters(self) -> dict[str, Tensor]:
-        masters = dict(zip(self.optimizer.names, self.optimizer.masters, strict=True))
-        return {
-            name: masters.get(name, parameter).detach().cpu().clone()
-            for name, parameter in self.module.named_parameters()
-        }
+        return self.optimizer.full_parameters(self.module)
 
     def memory_tensors(self) -> dict[MemoryCategory, Iterable[Tensor]]:
         return {
             "parameters": self.module.parameters(),
-            "gradients": [p.grad for p in self.optimizer.parameters if p.grad is not None],
+            "gradients": self.optimizer.live_gradients(),
             "optimizer_states": self.optimizer.state_tensors(),
         }
 

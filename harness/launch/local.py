@@ -11,7 +11,9 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing import connection, forkserver
@@ -100,7 +102,8 @@ class LocalLaunch:
                     timeout_seconds=deadline_seconds,
                 )
                 process = context.Process(target=main, args=(there, job), name=f"meshmark rank {rank}", daemon=True)
-                process.start()
+                with _without_main_module():
+                    process.start()
                 there.close()
                 self._ranks.append(_Rank(process=process, channel=here, log=directory / f"rank-{rank}.log"))
         except BaseException:
@@ -255,9 +258,21 @@ def _server() -> multiprocessing.context.ForkServerContext:
     """The fork server, started once, under the environment that every rank shall have."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["harness.worker"])
-    with _environment({**MALLOC_SETTINGS, "OMP_NUM_THREADS": "1"}):
+    with _environment({**MALLOC_SETTINGS, "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "6"}):
         forkserver.ensure_running()
     return context
+
+
+@contextlib.contextmanager
+def _without_main_module() -> Iterator[None]:
+    """Ranks import what they need by name. Left to itself multiprocessing would run the parent's script again in every
+    rank, which costs its imports and fails for a script without a file."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 @contextlib.contextmanager

@@ -43,7 +43,8 @@ class NothingRecorded(Exception):
 @dataclass(frozen=True, kw_only=True)
 class Event:
     """One operation on one rank; times are seconds on `time.perf_counter`. `ranks` are the group's global ranks, for
-    send and recv the source and the destination. `dtype` is empty for a barrier. See [Note: Sizes]."""
+    send and recv the source and the destination (of a recv from anyone: the group). `dtype` is empty for a
+    barrier. See [Note: Sizes]."""
 
     operation: str
     ranks: tuple[int, ...]

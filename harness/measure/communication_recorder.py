@@ -44,8 +44,9 @@ class CommunicationRecorder:
 
     Mode `pass` lets operations through and records nothing; `record` keeps those launched between `begin_step` and
     `end_step`; `null` is the null twin, where everything completes at once and moves nothing, so that results are
-    garbage and only the time of a step means anything. Set it between steps, after a collective set-up. Safe to call
-    from any thread: completions arrive on the backend's.
+    garbage and only the time of a step means anything. Set it between steps, on every rank, after the set-up and the
+    first two real steps, in which libraries agree on buckets and sizes. Safe to call from any thread: completions
+    arrive on the backend's.
     """
 
     def __init__(self) -> None:

@@ -37,8 +37,8 @@ METRIC_NAMES: Mapping[Category, str] = {
     "other": "other_bytes",
 }
 NUM_WARM_UP_STEPS = 2
-"""Optimizers make their states in the first step; torch's reducer makes its final buckets in the second, while the first
-ones are still alive."""
+"""Optimizers make their states in the first step; torch's reducer makes its final buckets in the second, while the
+first ones are still alive."""
 MAX_TIMELINE_POINTS = 200
 
 
@@ -118,7 +118,7 @@ class MemoryRecorder:
         if self._device.type == "cuda":
             self._bytes_before = torch.cuda.memory_allocated(self._device)
         # Allocators report on the CPU side, those of a GPU too.
-        self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+        self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self._profiler.__enter__()
         return self
 
@@ -144,7 +144,7 @@ class MemoryRecorder:
             yield
         if self._device.type == "cuda":
             self._device_peaks.append(torch.cuda.max_memory_allocated(self._device))
-            self._reserved_peak = torch.cuda.max_memory_reserved(self._device)
+            self._reserved_peak = max(self._reserved_peak or 0, torch.cuda.max_memory_reserved(self._device))
         self._resident_peak = peak_resident_bytes()
         with record_function(LIST_MARK), torch.no_grad():
             self._listed.append(
@@ -171,8 +171,9 @@ class MemoryRecorder:
         curves = {category: Curve(blocks[category]) for category in blocks}
         total, beneath = Curve(self._timeline.blocks), sum(fixed.values())
 
-        _, peak_at = total.peak(measured.begin, measured.end)
-        step_peaks = [total.peak(step.begin, step.end)[0] + beneath for step in steps]
+        peaks_of_steps = [total.peak(step.begin, step.end) for step in steps]
+        _, peak_at = max(peaks_of_steps[NUM_WARM_UP_STEPS:], key=lambda peak: peak[0])
+        step_peaks = [alive + beneath for alive, _ in peaks_of_steps]
         if self._device_peaks:
             outside = beneath - self._bytes_before  # listed, but never handed out by the caching allocator
             step_peaks = [step_peak + outside for step_peak in self._device_peaks]

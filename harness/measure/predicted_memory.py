@@ -3,7 +3,8 @@ run of one micro-batch on tensors without memory.
 
 The dry run executes forward and backward under torch's FakeTensorMode, where each operation yields shapes only, and
 counts the storages alive. It sees what the device's kernels save for backward, the choice of attention kernel included,
-but not what a kernel allocates and frees within itself.
+but not what a kernel allocates and frees within itself, nor what the optimizer needs while it steps. A library that
+looks out for such tensors may take another path: transformers then builds the attention mask it would else do without.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup, Work
 from torch.futures import Future
 
@@ -50,7 +51,7 @@ class RecordingProcessGroup(ProcessGroup):
     def __init__(
         self, recorder: CommunicationRecorder, real_backend: RealBackend, ranks: tuple[int, ...], options: Any
     ) -> None:
-        super().__init__(options.group_rank, options.group_size)
+        super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]  # the stubs lack this form
         self._recorder = recorder
         self._transport = real_backend
         self._algorithm: Algorithm = "gloo" if real_backend == "gloo" else "ring"
@@ -64,7 +65,7 @@ class RecordingProcessGroup(ProcessGroup):
             for device in dist.Backend.backend_capability[real_backend]:
                 ProcessGroup._register_backend(group, torch.device(device), backend_type, backend)
 
-    def get_group_store(self) -> dist.Store:
+    def get_group_store(self) -> Store:
         return self._real.get_group_store()
 
     # One tensor, the same on every rank.

@@ -99,7 +99,6 @@ class NativeDataParallel(Implementation):
         self.parameters = dict(self.module.named_parameters())
         self._buffers = list(self.module.buffers())
         self.num_updates = 0
-        self.gradient_scale: Tensor | None = None
 
         by_name = {p.name: p for p in logical_parameters(self.module, workload.decays) if p.trainable}
         self._refuse_sparse()
@@ -161,7 +160,6 @@ class NativeDataParallel(Implementation):
     def _step(self, learning_rate: float) -> tuple[Tensor | None, bool]:
         """Steps each bucket as its sum arrives, unless the recipe needs the norm over all of them first."""
         training = self.workload.training
-        self.gradient_scale = None
         if not (training.checks_norm or self.tracks_gradient_norm):
             for bucket in self.buckets:
                 bucket.wait()
@@ -173,21 +171,22 @@ class NativeDataParallel(Implementation):
         norm = global_norm([bucket.gradients for bucket in self.buckets if bucket.gradients.numel()])
         if training.skip_nonfinite and not bool(torch.isfinite(norm)):
             return norm, True
-        if training.clip_norm is not None:
-            self.gradient_scale = 1.0 / clip_coefficient(norm, training.clip_norm)
-        for bucket in self.buckets:
-            bucket.update(learning_rate, self.gradient_scale)
+        scale = None if training.clip_norm is None else 1.0 / clip_coefficient(norm, training.clip_norm)
+        for index, bucket in enumerate(self.buckets):
+            if scale is not None and self._shared is not None:
+                self._shared.reclaim(index)  # the update scales the gradients in place: peers must have read theirs
+            bucket.update(learning_rate, scale)
         self.num_updates += 1
         return norm, False
 
     def full_gradients(self) -> dict[str, Tensor]:
-        scale = 1.0 if self.gradient_scale is None else float(self.gradient_scale)
-        return {
-            name: (view * scale).cpu()
-            for bucket in self.buckets
-            for name, view in bucket.gradient_views.items()
-            if name not in bucket.unused
-        }
+        full = {}
+        for bucket in self.buckets:
+            scale = bucket.optimizer.scale_left_in_gradients
+            for name, view in bucket.gradient_views.items():
+                if name not in bucket.unused:
+                    full[name] = view.cpu().clone() if scale is None else (view * scale).cpu()
+        return full
 
     def full_parameters(self) -> dict[str, Tensor]:
         full = {name: parameter.detach().cpu().clone() for name, parameter in self.parameters.items()}

@@ -80,7 +80,7 @@ class TorchDataParallel(Implementation):
 
     def train_step(self, batch: Batch) -> StepOutput:
         loss_sum, num_tokens = torch.zeros((), dtype=torch.float64), 0
-        self.wrapped.zero_grad(set_to_none=True)
+        self.optimizer.clear_gradients()
         last = len(batch.micro_batches) - 1
         for index, micro_batch in enumerate(batch.micro_batches):
             without_exchange = self.wrapped.no_sync() if index < last else contextlib.nullcontext()
@@ -105,15 +105,11 @@ class TorchDataParallel(Implementation):
         return self.optimizer.unclipped_gradients()
 
     def full_parameters(self) -> dict[str, Tensor]:
-        masters = dict(zip(self.optimizer.names, self.optimizer.masters, strict=True))
-        return {
-            name: masters.get(name, parameter).detach().cpu().clone()
-            for name, parameter in self.module.named_parameters()
-        }
+        return self.optimizer.full_parameters(self.module)
 
     def memory_tensors(self) -> dict[MemoryCategory, Iterable[Tensor]]:
         return {
             "parameters": self.module.parameters(),
-            "gradients": [p.grad for p in self.optimizer.parameters if p.grad is not None],
+            "gradients": self.optimizer.live_gradients(),
             "optimizer_states": self.optimizer.state_tensors(),
         }

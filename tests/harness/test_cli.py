@@ -1,5 +1,6 @@
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -153,3 +154,41 @@ def test_importing_the_command_line_imports_nothing_heavy() -> None:
     check = "import sys, harness.cli; print([name for name in ('torch', 'mlflow', 'numpy') if name in sys.modules])"
     answer = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60, check=True)
     assert answer.stdout.strip() == "[]"
+
+
+def test_a_case_is_tried_beside_its_reference(capfd: pytest.CaptureFixture[str]) -> None:
+    workload = ["--workload", "gpt:optimizer=sgd", "--precision", "fp64", "--steps", "2"]
+    assert cli.main(["try", "native.ddp", "--data", "2", *workload, "--results", "r", "--no-upload"]) == 0
+    output = capfd.readouterr().out
+    table = [line.split() for line in output.splitlines()[output.splitlines().index("2 cases: 2 ok") :]]
+    rows = {row[0]: row for row in table if row and row[-1] == "ok"}
+    assert rows.keys() == {"reference", "native.ddp"}
+    layout, *figures, verdict, status = rows["native.ddp"][1:]
+    assert (layout, verdict, status) == ("data=2", "ok", "ok")
+    assert len(figures) == 8, "every figure of the wide table is there"
+    assert all(float(figure.replace(",", "")) >= 0 for figure in figures)
+    assert "| native.ddp | data=2 |" in Path("r/report.md").read_text()
+    lines = [json.loads(line) for line in Path("r/results.jsonl").read_text().splitlines()]
+    assert [line["case"]["implementation"] for line in lines] == ["reference", "native.ddp"]
+
+
+def test_json_leaves_standard_output_to_the_results() -> None:
+    arguments = ["try", "reference", "--steps", "0", "--workload", "awkward:kind=odd_shapes", "--precision", "fp64"]
+    command = [sys.executable, "-m", "harness", *arguments, "--json", "--no-upload"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert answer.returncode == 0, answer.stderr
+    (result,) = json.loads(answer.stdout)
+    assert (result["status"], result["parity"]["ok"]) == ("ok", True)
+
+
+def test_an_interrupted_run_keeps_what_is_finished_and_says_how_to_go_on() -> None:
+    command = [sys.executable, "-m", "harness", "run", bad_suite("{}"), "--results", "r", "--no-upload"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert any("parity" in line for line in process.stdout), "the run ended before its parity steps"
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error
+    assert error == (
+        "meshmark: interrupted, what is finished is in r; to go on: meshmark run bad_suite.py --results r --resume\n"
+    )

@@ -134,13 +134,18 @@ def test_a_parted_run_says_where_it_parts() -> None:
     )
     assert reasons.reasons(DIVERGED) == [
         "parity failed: native.ddp, data=4, gpt:size=17m, fp32",
+        "every gradient is 2 times the reference's: the data degree",
         "off by, relative: loss 5.0e-01, gradient norm 0.0e+00, gradients 1.0e+00, parameters 0.0e+00",
         "allowed (fp64): loss 1.0e-12",
-        "parts at step 1",
-        "most in block0.attention.projection.weight",
         "replicas differ between ranks",
-        "explained by: every gradient is 2 times the reference's: the data degree",
     ]
+
+
+def test_an_explanation_is_said_once_beside_another_reason() -> None:
+    same = replace(DIVERGED, reason=PARTED.explanation)
+    assert reasons.reasons(same) == reasons.reasons(DIVERGED)
+    other = replace(DIVERGED, reason="the loss parts")
+    assert reasons.reasons(other)[1:3] == ["the loss parts", f"explained by: {PARTED.explanation}"]
 
 
 def test_a_failure_names_its_rank() -> None:

@@ -39,6 +39,7 @@ class FlatOptimizer:
         has_masters = precision.master is not None and plan.dtype != precision.master
         self.master = parameters.to(precision.master, copy=True) if has_masters else parameters
         self.moments = [torch.zeros_like(self.master) for _ in range(2 if training.optimizer == "adamw" else 1)]
+        self.scale_left_in_gradients: Tensor | None = None
         self._per_parameter = False
         bounds = [(0, plan.num_decayed, True), (plan.num_decayed, plan.num_elements, False)]
         self._runs = [self._run(start, stop, decayed) for start, stop, decayed in bounds if start < stop]
@@ -62,13 +63,20 @@ class FlatOptimizer:
         gradient_scale: Tensor | None = None,
         unused: Collection[str] = (),
     ) -> None:
-        """One update from `gradients` (num_elements,), which are divided by `gradient_scale` on the way (and stay so).
-        The parameters named in `unused` are left alone, with their moments and step counts."""
+        """One update from `gradients` (num_elements,), divided by `gradient_scale` on the way: in place, except where
+        masters make a copy of them first; `scale_left_in_gradients` tells. The parameters named in `unused` are left
+        alone, with their moments and step counts."""
         if unused and not self._per_parameter:
             self._split()
         runs = [run for run in self._runs if not unused or self._name_of(run) not in unused]
-        if self.has_masters:
-            gradients = gradients.to(self.master.dtype)
+        in_masters_dtype = gradients.to(self.master.dtype)
+        self.scale_left_in_gradients = gradient_scale if in_masters_dtype is gradients else None
+        gradients = in_masters_dtype
+        if gradient_scale is not None and gradients.dtype != torch.float32:
+            gradients.div_(gradient_scale)  # the fused kernels take an fp32 scale only
+            gradient_scale = None
+        elif gradient_scale is not None:
+            gradient_scale = gradient_scale.to(torch.float32)
         for weight_decay in dict.fromkeys(run.weight_decay for run in runs):
             self._fused([r for r in runs if r.weight_decay == weight_decay], gradients, learning_rate, gradient_scale)
         if self.has_masters:
