@@ -15,19 +15,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from harness.hypotheses import Factor, Mixture, factors, mixtures, name_factor
-from harness.layout import Layout
-from harness.parity import (
+from harness.differences import (
     Difference,
-    Tolerance,
-    departures,
-    describe,
     differences,
     largest_element,
     noisy_elements,
     relative_gradient,
     relative_update,
 )
+from harness.hypotheses import Factor, Mixture, factors, mixtures, name_factor
+from harness.layout import Layout
+from harness.parity import Tolerance, departures, describe
 from harness.shares import Share, gradients_by_use, partial_gradients, retrained
 from harness.trajectory import Trajectory
 from harness.workload import Workload
@@ -112,7 +110,7 @@ def _gradient_cause(inquiry: _Inquiry, step: int, here: Sequence[Difference]) ->
     case = inquiry.case.gradients.get(step, {})
     right = inquiry.reference.gradients[step]
     gaps = {d.name: d.relative for d in here if d.quantity == "gradient" and d.name is not None}
-    names = [name for name, gap in gaps.items() if math.isfinite(gap)]
+    names = [name for name in right if math.isfinite(gaps.get(name, math.inf))]
     if not names:
         return None
     gap = max(gaps[name] for name in names)

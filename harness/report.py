@@ -213,7 +213,10 @@ def write(directory: Path, results: Sequence[Result]) -> Path:
 
 
 def where_to_look(directory: Path) -> list[str]:
-    return [f"results: {directory / RESULTS_FILE}", f"in the browser: {MLFLOW_COMMAND}"]
+    return [
+        f"results: {directory / RESULTS_FILE}",
+        f"in the browser: {MLFLOW_COMMAND}  (or at your MLFLOW_TRACKING_URI)",
+    ]
 
 
 def is_success(results: Sequence[Result]) -> bool:

@@ -22,7 +22,7 @@ RESULTS_FILE = "results.jsonl"
 @dataclass(frozen=True, kw_only=True)
 class Parity:
     """A case held against its reference. `lane` names the yardstick: fp64, fp32 or bf16; relative differences are
-    fractions of the reference's magnitude, for parameters of its update (see harness.parity), and infinite where
+    fractions of the reference's magnitude, for parameters of its update (see harness.differences), and infinite where
     something is missing or not finite. Steps count from 0. `explanation` names one factor that accounts for a gap."""
 
     ok: bool

@@ -35,7 +35,7 @@ _ALL = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("name", "options"), _ALL, ids=lambda value: str(value))
+@pytest.mark.parametrize(("name", "options"), _ALL, ids=str)
 def test_trains_what_one_process_trains(worlds: Worlds, name: str, options: dict[str, object], kind: str) -> None:
     kind_of = implementation.load(name)
     text = f"awkward:kind={kind}"

@@ -1,0 +1,130 @@
+"""Deliberately broken data parallel: each class has one fault of the kind that trains on without an error, and each must
+fail the parity gate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from harness.implementation import StepOutput
+from harness.workload import Batch
+from impls.native.ddp import NativeDataParallel
+from impls.native.parts.collectives import Done, Handle
+
+
+class NoReduction(NativeDataParallel):
+    """The reduction does nothing."""
+
+    def _start_sum(self, index: int, gradients: Tensor) -> Handle:
+        return Done()
+
+
+class DoubleAverage(NativeDataParallel):
+    """The sum is divided by the number of ranks although the loss was divided by the global count."""
+
+    def _start_sum(self, index: int, gradients: Tensor) -> Handle:
+        gradients.div_(self.group.size())
+        return super()._start_sum(index, gradients)
+
+
+class MeanOfMeans(NativeDataParallel):
+    """Every rank divides by its own count, then ranks are averaged alike."""
+
+    def train_step(self, batch: Batch) -> StepOutput:
+        own = sum(micro_batch.num_tokens for micro_batch in batch.micro_batches)
+        return super().train_step(replace(batch, global_num_tokens=max(1, own) * self.group.size()))
+
+
+class MissingBucket(NativeDataParallel):
+    """One bucket is not reduced."""
+
+    def _start_sum(self, index: int, gradients: Tensor) -> Handle:
+        return Done() if index == 1 else super()._start_sum(index, gradients)
+
+
+class StaleBucket(NativeDataParallel):
+    """Buckets keep the last step's gradients and the new ones are added."""
+
+    def train_step(self, batch: Batch) -> StepOutput:
+        for bucket in self.buckets:
+            bucket.filled = _Sticky(segment.parameter.name for segment in bucket.plan.segments)
+        return super().train_step(batch)
+
+
+class _Sticky(set[str]):
+    def clear(self) -> None:
+        pass
+
+
+class IdenticalData(NativeDataParallel):
+    """Every rank trains on rank 0's share."""
+
+    def train_step(self, batch: Batch) -> StepOutput:
+        share = self.workload.batch(batch.step, data_rank=0, data_degree=self.group.size())
+        return super().train_step(share)
+
+
+class LastMicroBatchOnly(NativeDataParallel):
+    """Only the last micro-batch's gradient reaches the step."""
+
+    def train_step(self, batch: Batch) -> StepOutput:
+        return super().train_step(replace(batch, micro_batches=batch.micro_batches[-1:]))
+
+
+class ReducedTooEarly(NativeDataParallel):
+    """The exchange starts with the first micro-batch and takes no later one in."""
+
+    def train_step(self, batch: Batch) -> StepOutput:
+        return super().train_step(replace(batch, micro_batches=batch.micro_batches[:1]))
+
+
+class EverythingDecays(NativeDataParallel):
+    """Flattening has lost the decay groups."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        for bucket in self.buckets:
+            for run in bucket.optimizer._runs:
+                run.weight_decay = self.workload.training.weight_decay
+
+
+class DriftingReplica(NativeDataParallel):
+    """One rank's gradients differ from the others' in the ninth digit."""
+
+    def _step(self, learning_rate: float) -> tuple[Tensor | None, bool]:
+        for bucket in self.buckets:
+            bucket.wait()
+            if self.group.rank() == 1:
+                bucket.gradients.mul_(1.0 + 1e-9)
+        return super()._step(learning_rate)
+
+
+class UnusedDecays(NativeDataParallel):
+    """A parameter that nobody used is stepped with a gradient of zero."""
+
+    def _step(self, learning_rate: float) -> tuple[Tensor | None, bool]:
+        for bucket in self.buckets:
+            bucket.wait()
+            bucket.unused = set()
+            bucket.wait = lambda: None  # type: ignore[method-assign]
+        outcome = super()._step(learning_rate)
+        for bucket in self.buckets:
+            del bucket.wait  # type: ignore[method-assign]
+        return outcome
+
+
+class OwnBuffers(NativeDataParallel):
+    """Every rank keeps its own buffers."""
+
+    def _broadcast_buffers(self) -> None:
+        pass
+
+
+class NeverClips(NativeDataParallel):
+    """The norm is told, and not applied."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.workload = replace(self.workload, training=replace(self.workload.training, clip_norm=None))
