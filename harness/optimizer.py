@@ -70,9 +70,9 @@ class RecipeOptimizer:
     def uses_masters(self) -> bool:
         return any(master is not parameter for master, parameter in zip(self.masters, self.parameters, strict=True))
 
-    def step(self, *, tracks_norm: bool, gradients: Sequence[Tensor | None] | None = None) -> Update:
-        """One update from the parameters' own gradients, or from `gradients` in their place; clips them in place."""
-        grads = [parameter.grad for parameter in self.parameters] if gradients is None else list(gradients)
+    def step(self, *, tracks_norm: bool) -> Update:
+        """One update from the parameters' gradients, which it clips in place."""
+        grads = [parameter.grad for parameter in self.parameters]
         self._gradients, self._clip_scale = grads, None
         learning_rate = self._training.learning_rate_at(self._num_updates)
         norm = None

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from harness import models
 from harness.case import Case
 from harness.launch.local import LaunchFailed, LocalLaunch, OnProgress
@@ -150,7 +152,9 @@ def _split_otherwise(workload: str) -> str:
     """The same work in twice as many micro-batches, or in one where it cannot be cut further. Where the cut changes the
     result itself, only the thread count is left to differ."""
     loaded = models.load(workload)
-    if loaded.depends_on_chunks or loaded.synchronise_batch_norm:
+    with torch.device("meta"):
+        has_buffers = any(True for _ in loaded.model().buffers())
+    if loaded.depends_on_chunks or loaded.synchronise_batch_norm or has_buffers:
         return workload
     size, num_micro_batches = loaded.training.global_batch_size, loaded.training.num_micro_batches
     others = [count for count in (2 * num_micro_batches, size, 1) if count <= size and count != num_micro_batches]

@@ -164,6 +164,7 @@ class Workload:
 
     `depends_on_chunks` says that a sample's result depends on which samples share its micro-batch or on the order of
     random numbers (local BatchNorm, dropout): the reference then replays the very chunks of the data ranks.
+    `leaves_parameters_unused` says that some step does not reach every trainable parameter on every rank.
     `fixed_dtypes` keeps the dtypes the model was built with, whatever the precision.
     """
 
@@ -179,6 +180,7 @@ class Workload:
     uses_random_numbers: bool = False
     depends_on_chunks: bool = False
     synchronise_batch_norm: bool = False
+    leaves_parameters_unused: bool = False
     fixed_dtypes: bool = False
     flops_per_unit: float | None = None
     precision: Precision = PRECISIONS["fp32"]

@@ -9,6 +9,7 @@ backward still runs (Li et al. 2020, "PyTorch Distributed: Experiences on Accele
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -21,9 +22,12 @@ from harness.mesh import Mesh
 from harness.optimizer import clip_coefficient, global_norm
 from harness.parameters import LogicalParameter, MemoryCategory, logical_parameters, replicated_state_bytes
 from harness.workload import Batch, Workload
-from impls.native.parts import collectives, shared_memory
+from impls.native.parts import shared_memory
+from impls.native.parts.bucket_sums import BucketSums, Piece, ProcessGroupSums, SharedMemorySums
 from impls.native.parts.buckets import BucketPlan, Segment, flatten_parameters, plan_buckets, view_like
-from impls.native.parts.collectives import Handle
+from impls.native.parts.collectives import parameter_server_all_reduce, ring_all_reduce
+from impls.native.parts.direct_gradients import Place, write_directly
+from impls.native.parts.flat_memory import copy_into
 from impls.native.parts.flat_optimizer import FlatOptimizer
 from impls.native.parts.order_of_use import order_of_use
 from impls.native.parts.synchronised_batch_norm import synchronise_batch_norm
@@ -36,7 +40,8 @@ _COLLECTIVE_TIMEOUT_SECONDS = 120.0
 class NativeDataParallel(Implementation):
     """`reduction` says how gradients are summed over the process group (see parts/collectives.py);
     `transport="shared_memory"` sums them through mapped memory where all ranks share a machine, and falls back to the
-    process group elsewhere (`transport` tells which it is). `bucket_bytes` bounds a bucket.
+    process group elsewhere (`transport` tells which it is). `bucket_bytes` bounds a bucket;
+    `direct_gradients` computes weight gradients where they are reduced (parts/direct_gradients.py).
 
     [Note: Unused parameters] A parameter unused on some ranks counts as zero there; one unused on all must keep no
     gradient at all: no decay, no momentum. Telling the two apart takes no further exchange: an unused parameter's
@@ -80,6 +85,7 @@ class NativeDataParallel(Implementation):
         reduction: Reduction = "all_reduce",
         transport: Transport = "process_group",
         bucket_bytes: int = 8 << 20,
+        direct_gradients: bool = True,
     ) -> None:
         for name, value, choices in (
             ("reduction", reduction, get_args(Reduction)),
@@ -88,46 +94,37 @@ class NativeDataParallel(Implementation):
             if value not in choices:
                 raise ValueError(f"native.ddp: {name} must be one of {', '.join(choices)}, got {value!r}")
         self.workload = workload
-        self.reduction = reduction
         self.transport_fallback = shared_memory.why_not(mesh, device) if transport == "shared_memory" else None
         self.transport = "process_group" if self.transport_fallback else transport
         self.group = mesh.group("data")
         self.module = workload.build_model().to(device)
+        self._refuse_sparse()
         if workload.synchronise_batch_norm:
             synchronise_batch_norm(self.module, mesh.group("data", lane=1))
-        self._background = collectives.BackgroundCollectives("native.ddp")
         self.parameters = dict(self.module.named_parameters())
         self._buffers = list(self.module.buffers())
         self.num_updates = 0
 
         by_name = {p.name: p for p in logical_parameters(self.module, workload.decays) if p.trainable}
-        self._refuse_sparse()
         sample = workload.batch(0, data_rank=mesh.coordinates.data, data_degree=layout.data).micro_batches[0]
         used = [by_name[name] for name in order_of_use(self.module, sample.inputs) if name in by_name]
         plans = plan_buckets(used[::-1], bucket_bytes)
-        gradient_dtypes = [self._gradient_dtype(plan) for plan in plans]
-        self._shared: shared_memory.SharedBuffers | None = None
-        if self.transport == "shared_memory":
-            self._shared = shared_memory.SharedBuffers(
-                [(plan.num_elements, dtype) for plan, dtype in zip(plans, gradient_dtypes, strict=True)],
-                self.group,
-                timeout_seconds=_COLLECTIVE_TIMEOUT_SECONDS,
-                observer=mesh.observer,
-            )
-        self.buckets: list[_Bucket] = []
-        for index, (plan, dtype) in enumerate(zip(plans, gradient_dtypes, strict=True)):
-            if self._shared is not None:
-                gradients = self._shared.own(index)
-            else:
-                gradients = torch.zeros(plan.num_elements, dtype=dtype, device=device)
-            flat = flatten_parameters(plan, self.parameters, device)
-            optimizer = FlatOptimizer(plan, flat, workload.training, workload.precision)
-            self.buckets.append(_Bucket(plan, self.parameters, gradients, optimizer))
+        self.sums = self._make_sums(plans, mesh, device, reduction)
+        self.buckets = [
+            _Bucket(plan, self.parameters, self.sums.own(index), workload, device) for index, plan in enumerate(plans)
+        ]
         self._next_to_reduce = 0
         self._is_last_micro_batch = False
         for index, bucket in enumerate(self.buckets):
             for segment in bucket.plan.segments:
                 self._watch(index, bucket, segment)
+        if direct_gradients:
+            places = {
+                name: Place(view, partial(self._claim, index, name))
+                for index, bucket in enumerate(self.buckets)
+                for name, view in bucket.gradient_views.items()
+            }
+            write_directly(self.module, places)
 
     def train_step(self, batch: Batch) -> StepOutput:
         loss_sum, num_tokens = torch.zeros((), dtype=torch.float64), 0
@@ -159,33 +156,47 @@ class NativeDataParallel(Implementation):
 
     def _step(self, learning_rate: float) -> tuple[Tensor | None, bool]:
         """Steps each bucket as its sum arrives, unless the recipe needs the norm over all of them first."""
+        if self.workload.training.checks_norm:
+            return self._step_after_norm(learning_rate)
+        squares = []
+        for index, bucket in enumerate(self.buckets):
+            bucket.take(self.sums.wait(index))
+            bucket.update(learning_rate)
+            if self.tracks_gradient_norm:
+                squares += [piece.values for piece in bucket.pieces if piece.values.numel()]
+        norm = global_norm(squares) if self.tracks_gradient_norm else None
+        for index in range(len(self.buckets)):
+            self.sums.release(index)
+        self.num_updates += 1
+        return norm, False
+
+    def _step_after_norm(self, learning_rate: float) -> tuple[Tensor, bool]:
+        """Clips by the global norm, or skips the update on all ranks alike where it is not finite."""
         training = self.workload.training
-        if not (training.checks_norm or self.tracks_gradient_norm):
-            for bucket in self.buckets:
-                bucket.wait()
-                bucket.update(learning_rate, None)
-            self.num_updates += 1
-            return None, False
-        for bucket in self.buckets:
-            bucket.wait()
+        for index, bucket in enumerate(self.buckets):
+            bucket.take(self.sums.wait(index))
+            self.sums.collect(index)
+            bucket.pieces = [Piece(0, bucket.gradients.numel(), bucket.gradients)]
         norm = global_norm([bucket.gradients for bucket in self.buckets if bucket.gradients.numel()])
         if training.skip_nonfinite and not bool(torch.isfinite(norm)):
             return norm, True
         scale = None if training.clip_norm is None else 1.0 / clip_coefficient(norm, training.clip_norm)
         for index, bucket in enumerate(self.buckets):
-            if scale is not None and self._shared is not None:
-                self._shared.reclaim(index)  # the update scales the gradients in place: peers must have read theirs
+            self.sums.reclaim(index)  # the update scales the gradients in place: peers must have read theirs
             bucket.update(learning_rate, scale)
         self.num_updates += 1
         return norm, False
 
     def full_gradients(self) -> dict[str, Tensor]:
         full = {}
-        for bucket in self.buckets:
+        for index, bucket in enumerate(self.buckets):
+            if not self.workload.training.checks_norm:
+                self.sums.collect(index)
             scale = bucket.optimizer.scale_left_in_gradients
             for name, view in bucket.gradient_views.items():
                 if name not in bucket.unused:
                     full[name] = view.cpu().clone() if scale is None else (view * scale).cpu()
+        dist.barrier(group=self.group)  # nobody writes new gradients while another still reads these
         return full
 
     def full_parameters(self) -> dict[str, Tensor]:
@@ -220,13 +231,21 @@ class NativeDataParallel(Implementation):
         }
 
     def close(self) -> None:
-        self._background.close()
-        if self._shared is not None:
-            self._shared.close()
+        self.sums.close()
 
-    def _gradient_dtype(self, plan: BucketPlan) -> torch.dtype:
+    def _make_sums(
+        self, plans: Sequence[BucketPlan], mesh: Mesh, device: torch.device, reduction: Reduction
+    ) -> BucketSums:
         precision = self.workload.precision
-        return plan.dtype if precision.master is None or self.workload.fixed_dtypes else precision.gradient
+        in_parameters_dtype = precision.master is None or self.workload.fixed_dtypes
+        shapes = [(plan.num_elements, plan.dtype if in_parameters_dtype else precision.gradient) for plan in plans]
+        if self.transport == "shared_memory":
+            timeout = _COLLECTIVE_TIMEOUT_SECONDS
+            return SharedMemorySums(
+                shared_memory.SharedBuffers(shapes, self.group, timeout_seconds=timeout, observer=mesh.observer)
+            )
+        composed = {"ring": ring_all_reduce, "parameter_server": parameter_server_all_reduce}.get(reduction)
+        return ProcessGroupSums(shapes, self.group, device, composed)
 
     def _refuse_sparse(self) -> None:
         for name, module in self.module.named_modules():
@@ -240,47 +259,38 @@ class NativeDataParallel(Implementation):
         view = bucket.gradient_views[name]
 
         def gradient_is_ready(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            if name in bucket.filled:
-                view.add_(parameter.grad)
-            else:
-                if not bucket.filled and self._shared is not None:
-                    self._shared.reclaim(index)
-                view.copy_(parameter.grad)
-                bucket.filled.add(name)
-            parameter.grad = None
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None:
+                # Copied at once: the gradient is still in the cache, and its memory serves the next one.
+                copy_into(view, gradient) if self._claim(index, name) else view.add_(gradient)
             if self._is_last_micro_batch:
                 bucket.num_awaited -= 1
                 while self._next_to_reduce < len(self.buckets) and not self.buckets[self._next_to_reduce].num_awaited:
                     self._reduce_next()
-                if self._shared is not None:
-                    self._shared.progress()
+                self.sums.progress()
 
         self.parameters[name].register_post_accumulate_grad_hook(gradient_is_ready)
+
+    def _claim(self, index: int, name: str) -> bool:
+        """Before every write of a gradient to its bucket: True for the first one of this step."""
+        bucket = self.buckets[index]
+        if index < self._next_to_reduce:
+            raise RuntimeError(f"native.ddp: {name} got a further gradient after its bucket's reduction had begun")
+        if not bucket.filled:
+            self.sums.reclaim(index)
+        is_first = name not in bucket.filled
+        bucket.filled.add(name)
+        return is_first
 
     def _reduce_next(self) -> None:
         """Starts the sum of the next bucket. Always in bucket order: ranks may complete theirs in different orders."""
         index = self._next_to_reduce
         bucket = self.buckets[index]
         self._next_to_reduce += 1
-        if not bucket.filled and self._shared is not None:
-            self._shared.reclaim(index)
+        if not bucket.filled:
+            self.sums.reclaim(index)
         bucket.mark_unused()
-        bucket.handle = self._start_sum(index, bucket.gradients)
-
-    def _start_sum(self, index: int, gradients: Tensor) -> Handle:
-        if self._shared is not None:
-            self._shared.publish(index)
-            return _SharedSum(self._shared, index)
-        if self.reduction == "all_reduce":
-            work: Handle | None = dist.all_reduce(gradients, group=self.group, async_op=True)
-            assert work is not None
-            return work
-        by_name = {
-            "ring": collectives.ring_all_reduce,
-            "parameter_server": collectives.parameter_server_all_reduce,
-        }
-        return self._background.start(by_name[self.reduction], gradients, self.group)
+        self.sums.start(index)
 
     def _broadcast_buffers(self) -> None:
         """Rank 0's buffers win, once per step."""
@@ -291,25 +301,21 @@ class NativeDataParallel(Implementation):
             work.wait()
 
 
-class _SharedSum:
-    """A sum through shared memory, in flight."""
-
-    def __init__(self, buffers: shared_memory.SharedBuffers, index: int) -> None:
-        self._buffers, self._index = buffers, index
-
-    def wait(self) -> None:
-        self._buffers.wait(self._index)
-
-
 class _Bucket:
     """One bucket of one rank: its gradients (num_elements,), its optimizer, and how far this step has come."""
 
     def __init__(
-        self, plan: BucketPlan, parameters: dict[str, nn.Parameter], gradients: Tensor, optimizer: FlatOptimizer
+        self,
+        plan: BucketPlan,
+        parameters: dict[str, nn.Parameter],
+        gradients: Tensor,
+        workload: Workload,
+        device: torch.device,
     ) -> None:
         self.plan = plan
         self.gradients = gradients
-        self.optimizer = optimizer
+        flat = flatten_parameters(plan, parameters, device)
+        self.optimizer = FlatOptimizer(plan, flat, workload.training, workload.precision)
         self.gradient_views = {
             segment.parameter.name: view_like(gradients, segment, parameters[segment.parameter.name])
             for segment in plan.segments
@@ -321,7 +327,7 @@ class _Bucket:
         self.filled: set[str] = set()
         self.unused: set[str] = set()
         self.num_awaited = len(plan.segments)
-        self.handle: Handle = collectives.Done()
+        self.pieces: Sequence[Piece] = ()
 
     def start_step(self) -> None:
         self.filled.clear()
@@ -337,14 +343,18 @@ class _Bucket:
                 self.gradients[segment.start : segment.stop].zero_()
                 self.gradients[segment.start : segment.start + 1].fill_(-0.0)
 
-    def wait(self) -> None:
-        self.handle.wait()
+    def take(self, pieces: Sequence[Piece]) -> None:
+        """The sum is there: keeps its pieces and finds out which parameters nobody used."""
+        self.pieces = pieces
         locally_unused = [s for s in self.plan.segments if s.parameter.name not in self.filled]
-        self.unused = {
-            s.parameter.name
-            for s in locally_unused
-            if s.start == s.stop or bool(self.gradients[s.start].eq(0) & self.gradients[s.start].signbit())
-        }
+        self.unused = {s.parameter.name for s in locally_unused if self._is_marked(s)}
 
-    def update(self, learning_rate: float, gradient_scale: Tensor | None) -> None:
-        self.optimizer.step(self.gradients, learning_rate, gradient_scale=gradient_scale, unused=self.unused)
+    def update(self, learning_rate: float, gradient_scale: Tensor | None = None) -> None:
+        self.optimizer.step(self.pieces, learning_rate, gradient_scale=gradient_scale, unused=self.unused)
+
+    def _is_marked(self, segment: Segment) -> bool:
+        if segment.start == segment.stop:
+            return True
+        piece = next(piece for piece in self.pieces if piece.start <= segment.start < piece.stop)
+        first = piece.values[segment.start - piece.start]
+        return bool(first.eq(0) & first.signbit())

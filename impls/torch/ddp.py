@@ -22,7 +22,7 @@ from harness.workload import Batch, Workload
 class TorchDataParallel(Implementation):
     """DDP averages over ranks, so each rank's loss is multiplied by their number; the divisor is the global token count
     all the same. `bucket_cap_mb` is DDP's own; `find_unused_parameters` makes it search the graph for parameters that
-    a step does not reach, which it must where there are any."""
+    a step does not reach; by default where the workload says that there are any, since without it DDP then fails."""
 
     strategy = "data_parallel"
 
@@ -62,7 +62,7 @@ class TorchDataParallel(Implementation):
         device: torch.device,
         *,
         bucket_cap_mb: float = 25,
-        find_unused_parameters: bool = False,
+        find_unused_parameters: bool | None = None,
     ) -> None:
         self.workload = workload
         self.data_degree = layout.data
@@ -74,7 +74,9 @@ class TorchDataParallel(Implementation):
             self.module,
             process_group=mesh.group("data"),
             bucket_cap_mb=bucket_cap_mb,
-            find_unused_parameters=find_unused_parameters,
+            find_unused_parameters=(
+                workload.leaves_parameters_unused if find_unused_parameters is None else find_unused_parameters
+            ),
             gradient_as_bucket_view=True,
         )
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from harness.parameters import LogicalParameter
+from impls.native.parts import flat_memory
+from impls.native.parts.flat_memory import is_dense
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,22 +78,12 @@ def view_like(flat: Tensor, segment: Segment, like: Tensor) -> Tensor:
     """The segment of `flat` with the shape of `like`, and with its strides where those are dense (a transposed or
     channels-last parameter keeps its memory layout)."""
     piece = flat[segment.start : segment.stop]
-    return piece.as_strided(like.shape, like.stride(), segment.start) if _is_dense(like) else piece.view(like.shape)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the tensor's elements fill one piece of memory, each once, in whatever order of dims."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return tensor.numel() > 0
+    return piece.as_strided(like.shape, like.stride(), segment.start) if is_dense(like) else piece.view(like.shape)
 
 
 def flatten_parameters(plan: BucketPlan, parameters: dict[str, nn.Parameter], device: torch.device) -> Tensor:
     """A flat copy of the bucket's parameters, which become views of it."""
-    flat = torch.empty(plan.num_elements, dtype=plan.dtype, device=device)
+    flat = flat_memory.zeros(plan.num_elements, plan.dtype, device)
     with torch.no_grad():
         for segment in plan.segments:
             parameter = parameters[segment.parameter.name]

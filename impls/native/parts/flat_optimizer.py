@@ -8,7 +8,7 @@ AdamW: Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization".
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from harness.precision import Precision
 from harness.workload import Training
+from impls.native.parts import flat_memory
+from impls.native.parts.bucket_sums import Piece
 from impls.native.parts.buckets import BucketPlan
 
 
@@ -37,8 +39,13 @@ class FlatOptimizer:
         self._training = training
         self.parameters = parameters
         has_masters = precision.master is not None and plan.dtype != precision.master
-        self.master = parameters.to(precision.master, copy=True) if has_masters else parameters
-        self.moments = [torch.zeros_like(self.master) for _ in range(2 if training.optimizer == "adamw" else 1)]
+        self.master = parameters
+        if has_masters and precision.master is not None:
+            self.master = flat_memory.zeros(plan.num_elements, precision.master, parameters.device).copy_(parameters)
+        num_moments = 2 if training.optimizer == "adamw" else 1
+        self.moments = [
+            flat_memory.zeros(plan.num_elements, self.master.dtype, parameters.device) for _ in range(num_moments)
+        ]
         self.scale_left_in_gradients: Tensor | None = None
         self._per_parameter = False
         bounds = [(0, plan.num_decayed, True), (plan.num_decayed, plan.num_elements, False)]
@@ -57,41 +64,62 @@ class FlatOptimizer:
 
     def step(
         self,
-        gradients: Tensor,
+        gradients: Sequence[Piece],
         learning_rate: float,
         *,
         gradient_scale: Tensor | None = None,
         unused: Collection[str] = (),
     ) -> None:
-        """One update from `gradients` (num_elements,), divided by `gradient_scale` on the way: in place, except where
-        masters make a copy of them first; `scale_left_in_gradients` tells. The parameters named in `unused` are left
-        alone, with their moments and step counts."""
+        """One update from the pieces of `gradients`, which cover the bucket. With a `gradient_scale` they are divided by
+        it on the way: in place, except where masters make a copy of them first; `scale_left_in_gradients` tells. The
+        parameters named in `unused` are left alone, with their moments and step counts."""
         if unused and not self._per_parameter:
             self._split()
         runs = [run for run in self._runs if not unused or self._name_of(run) not in unused]
-        in_masters_dtype = gradients.to(self.master.dtype)
-        self.scale_left_in_gradients = gradient_scale if in_masters_dtype is gradients else None
-        gradients = in_masters_dtype
-        if gradient_scale is not None and gradients.dtype != torch.float32:
-            gradients.div_(gradient_scale)  # the fused kernels take an fp32 scale only
+        torch._foreach_add_([run.num_steps for run in runs], 1)
+        self.scale_left_in_gradients = None
+        for start, stop, values in gradients:
+            in_masters_dtype = values.to(self.master.dtype)
+            if gradient_scale is not None and in_masters_dtype is values:
+                self.scale_left_in_gradients = gradient_scale
+            self._step_piece(runs, Piece(start, stop, in_masters_dtype), learning_rate, gradient_scale)
+        if self.has_masters:
+            self.parameters.copy_(self.master)
+
+    def _step_piece(self, runs: list[_Run], piece: Piece, learning_rate: float, gradient_scale: Tensor | None) -> None:
+        if gradient_scale is not None and piece.values.dtype != torch.float32:
+            piece.values.div_(gradient_scale)  # the fused kernels take an fp32 scale only
             gradient_scale = None
         elif gradient_scale is not None:
             gradient_scale = gradient_scale.to(torch.float32)
         for weight_decay in dict.fromkeys(run.weight_decay for run in runs):
-            self._fused([r for r in runs if r.weight_decay == weight_decay], gradients, learning_rate, gradient_scale)
-        if self.has_masters:
-            self.parameters.copy_(self.master)
+            alike = [
+                (max(run.start, piece.start), min(run.stop, piece.stop), run.num_steps)
+                for run in runs
+                if run.weight_decay == weight_decay and run.start < piece.stop and piece.start < run.stop
+            ]
+            if alike:
+                self._fused(alike, piece, weight_decay, learning_rate, gradient_scale)
 
-    def _fused(self, runs: list[_Run], gradients: Tensor, learning_rate: float, gradient_scale: Tensor | None) -> None:
-        def pieces(flat: Tensor) -> list[Tensor]:
-            return [flat[run.start : run.stop] for run in runs]
+    def _fused(
+        self,
+        spans: list[tuple[int, int, Tensor]],
+        piece: Piece,
+        weight_decay: float,
+        learning_rate: float,
+        gradient_scale: Tensor | None,
+    ) -> None:
+        """One fused call over `spans` (start, stop, step counter) of the piece."""
 
-        training, weight_decay = self._training, runs[0].weight_decay
+        def cut(flat: Tensor, offset: int = 0) -> list[Tensor]:
+            return [flat[start - offset : stop - offset] for start, stop, _ in spans]
+
+        training = self._training
         if training.optimizer == "sgd":
             torch._fused_sgd_(
-                pieces(self.master),
-                pieces(gradients),
-                pieces(self.moments[0]),
+                cut(self.master),
+                cut(piece.values, piece.start),
+                cut(self.moments[0]),
                 weight_decay=weight_decay,
                 momentum=training.momentum,
                 lr=learning_rate,
@@ -102,15 +130,13 @@ class FlatOptimizer:
                 grad_scale=gradient_scale,
             )
             return
-        steps = [run.num_steps for run in runs]
-        torch._foreach_add_(steps, 1)
         torch._fused_adamw_(
-            pieces(self.master),
-            pieces(gradients),
-            pieces(self.moments[0]),
-            pieces(self.moments[1]),
+            cut(self.master),
+            cut(piece.values, piece.start),
+            cut(self.moments[0]),
+            cut(self.moments[1]),
             [],
-            steps,
+            [num_steps for _, _, num_steps in spans],
             lr=learning_rate,
             beta1=training.beta1,
             beta2=training.beta2,

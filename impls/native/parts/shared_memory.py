@@ -6,11 +6,13 @@ owns one chunk of it:
                  rank 0's buffer    rank 1's buffer      flags (one writer each, on pages all ranks map)
     1 publish    | a0 | a1 |        | b0 | b1 |          published[b] = epoch   my buffer is filled
     2 reduce     | S0 | a1 |        | b0 | S1 |          reduced[b]   = epoch   my chunk holds the sum
-    3 collect    | S0 | S1 |        | S0 | S1 |          collected[b] = epoch   I need nothing of my peers' any more
+    3 use        S0 is read in rank 0's memory, S1 in    released[b]  = epoch   I need nothing of my peers' any more
+                 rank 1's, by both
 
-A rank reduces its chunk straight out of its peers' buffers, in rank order, so the sums are the same bits everywhere.
-Nothing is sent and nobody is interrupted: a rank makes `progress` between the pieces of its own backward pass, and
-waits only in `wait`. Before a buffer is filled anew its owner must `reclaim` it: a slow peer may still be collecting.
+A rank sums its chunk straight out of its peers' buffers, and whoever needs the sum reads it where it is. Only the owner
+of a chunk sums it, so the sums are the same bits everywhere. Nothing is sent and nobody is interrupted: a rank makes
+`progress` between the pieces of its own backward pass, and waits only in `wait`. Before a buffer is filled anew its
+owner must `reclaim` it: a slow peer may still be reading.
 
 [Note: Ordering] The flags are plain stores. x86 processors make stores visible in program order, so whoever sees the
 flag sees the data; other processors do not promise it, and `why_not` sends them to the process group. The memory file
@@ -25,6 +27,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,7 +46,7 @@ _NAP_SECONDS = 50e-6
 class _Flag(IntEnum):
     PUBLISHED = 0
     REDUCED = 1
-    COLLECTED = 2
+    RELEASED = 2
 
 
 def why_not(mesh: Mesh, device: torch.device) -> str | None:
@@ -98,7 +101,7 @@ class SharedBuffers:
     def reclaim(self, index: int) -> None:
         """Returns once no peer needs what the buffer held: only then may it be filled."""
         if not self._is_null():
-            self._until_all(_Flag.COLLECTED, index, "collected")
+            self._until_all(_Flag.RELEASED, index)
 
     def publish(self, index: int) -> None:
         """This rank's buffer is filled; its sum begins."""
@@ -116,16 +119,36 @@ class SharedBuffers:
     def progress(self) -> None:
         """Reduces this rank's chunk of every buffer that all peers have published; never waits."""
         for index in [i for i in self._unreduced if self._all_reached(_Flag.PUBLISHED, i)]:
-            self._observed(index, lambda index=index: self._reduce(index))  # type: ignore[misc]
+            self._observed(index, partial(self._reduce, index))
             self._unreduced.remove(index)
 
     def wait(self, index: int) -> None:
-        """Returns once this rank's buffer holds the sum."""
-        if self._is_null():
-            return
-        self._observed(index, lambda: self._finish(index))
-        if self._observer is not None:
-            self._observer.completed(self._tickets.pop(index))
+        """Returns once every chunk holds its sum."""
+        if not self._is_null():
+            self._observed(index, partial(self._until_all, _Flag.REDUCED, index))
+            if self._observer is not None:
+                self._observer.completed(self._tickets[index])
+
+    def sums(self, index: int) -> list[tuple[int, int, Tensor]]:
+        """(start, stop, sum) of each chunk, in its owner's memory: to be read only, until `release`."""
+        return [
+            (start, stop, buffer[start:stop])
+            for (start, stop), buffer in zip(self._chunks[index], self._buffers[index], strict=True)
+            if start < stop
+        ]
+
+    def release(self, index: int) -> None:
+        """This rank needs its peers' chunks no more."""
+        if not self._is_null():
+            self._set(_Flag.RELEASED, index)
+
+    def collect(self, index: int) -> None:
+        """Copies every chunk's sum into this rank's own buffer."""
+        own = self.own(index)
+        for start, stop, total in self.sums(index):
+            if total.data_ptr() != own[start:stop].data_ptr():
+                own[start:stop].copy_(total)
+        self.release(index)
 
     def close(self) -> None:
         """Gives up the views; the memory goes when the last tensor on it does."""
@@ -135,59 +158,31 @@ class SharedBuffers:
         self._flags.clear()
         self._maps.clear()
 
-    def _finish(self, index: int) -> None:
-        while index in self._unreduced:
-            self._until_all(_Flag.PUBLISHED, index, "published")
-            self.progress()
-        buffers, own = self._buffers[index], self.own(index)
-        pending = [peer for peer in range(self.num_ranks) if peer != self.rank]
-        while pending:  # whoever is ready first
-            ready = [peer for peer in pending if self._reached(_Flag.REDUCED, index, peer)]
-            for peer in ready:
-                start, stop = self._chunks[index][peer]
-                own[start:stop].copy_(buffers[peer][start:stop])
-                pending.remove(peer)
-            if not ready:
-                self._until(lambda: any(self._reached(_Flag.REDUCED, index, p) for p in pending), "reduced", index)
-        self._set(_Flag.COLLECTED, index)
-
     def _reduce(self, index: int) -> None:
-        """Sums this rank's chunk over all ranks into its own buffer, in rank order."""
-        buffers = self._buffers[index]
+        """Sums this rank's chunk over all ranks into its own buffer, in blocks that stay in the cache meanwhile."""
+        own = self.own(index)
+        peers = [buffer for rank, buffer in enumerate(self._buffers[index]) if rank != self.rank]
         start, stop = self._chunks[index][self.rank]
-        block = max(1, _BLOCK_BYTES // buffers[0].itemsize)
+        block = max(1, _BLOCK_BYTES // own.itemsize) if len(peers) > 1 else max(1, stop - start)
         for lower in range(start, stop, block):
-            pieces = [buffer[lower : min(lower + block, stop)] for buffer in buffers]
-            own = pieces[self.rank]
-            if self.num_ranks == 2:
-                torch.add(pieces[0], pieces[1], out=own)
-            elif self.num_ranks > 2:
-                total = pieces[0] + pieces[1]
-                for piece in pieces[2:-1]:
-                    total += piece
-                torch.add(total, pieces[-1], out=own)
+            upper = min(lower + block, stop)
+            for peer in peers:
+                own[lower:upper].add_(peer[lower:upper])
         self._set(_Flag.REDUCED, index)
 
     def _set(self, flag: _Flag, index: int) -> None:
         self._flags[self.rank][flag * self._num_buffers + index] = self._epochs[index]
 
-    def _reached(self, flag: _Flag, index: int, rank: int) -> bool:
-        return self._flags[rank][flag * self._num_buffers + index] >= self._epochs[index]
-
     def _all_reached(self, flag: _Flag, index: int) -> bool:
         position, epoch = flag * self._num_buffers + index, self._epochs[index]
         return all(flags[position] >= epoch for flags in self._flags)
 
-    def _until_all(self, flag: _Flag, index: int, what: str) -> None:
-        if not self._all_reached(flag, index):
-            self._until(lambda: self._all_reached(flag, index), what, index)
-
-    def _until(self, condition: Callable[[], bool], what: str, index: int) -> None:
+    def _until_all(self, flag: _Flag, index: int) -> None:
         """Gives the processor to others first, then naps: with more ranks than cores a spinning rank stops the very
         peer it waits for."""
         deadline = time.monotonic() + self._timeout_seconds
         spins = 0
-        while not condition():
+        while not self._all_reached(flag, index):
             spins += 1
             self.progress()
             if spins < _SPINS:
@@ -195,14 +190,11 @@ class SharedBuffers:
                 continue
             time.sleep(_NAP_SECONDS)
             if time.monotonic() > deadline:
-                late = [
-                    self._ranks[rank]
-                    for rank in range(self.num_ranks)
-                    if not self._reached(_Flag[what.upper()], index, rank)
-                ]
+                position, epoch = flag * self._num_buffers + index, self._epochs[index]
+                late = [self._ranks[rank] for rank, flags in enumerate(self._flags) if flags[position] < epoch]
                 raise TimeoutError(
                     f"shared memory: rank {self._ranks[self.rank]} waited {self._timeout_seconds:.0f} s for "
-                    f"rank {', '.join(map(str, late))} to have {what} buffer {index}"
+                    f"rank {', '.join(map(str, late))} to have {flag.name.lower()} buffer {index}"
                 )
 
     def _is_null(self) -> bool:
