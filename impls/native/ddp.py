@@ -84,7 +84,7 @@ class NativeDataParallel(Implementation):
         *,
         reduction: Reduction = "all_reduce",
         transport: Transport = "process_group",
-        bucket_bytes: int = 8 << 20,
+        bucket_bytes: int = 25 << 20,
         direct_gradients: bool = True,
     ) -> None:
         for name, value, choices in (

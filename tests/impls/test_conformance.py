@@ -21,7 +21,8 @@ _FURTHER_OPTIONS = {
         {"transport": "shared_memory"},
         {"reduction": "ring", "bucket_bytes": 1000},
         {"reduction": "parameter_server"},
-        {"bucket_bytes": 1},
+        {"bucket_bytes": 1, "direct_gradients": False},
+        {"transport": "shared_memory", "bucket_bytes": 1000, "direct_gradients": False},
     ],
     "torch.ddp": [{"find_unused_parameters": True}],
 }

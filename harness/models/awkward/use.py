@@ -54,7 +54,7 @@ class Branch(nn.Module):
 
 def unused() -> Workload:
     """A parameter that nobody ever uses: its gradient stays None, so no decay, no momentum, no change."""
-    return _regression(Unused)
+    return _regression(Unused, unused=True)
 
 
 def reused() -> Workload:
@@ -64,16 +64,19 @@ def reused() -> Workload:
 
 def rank_dependent() -> Workload:
     """A branch for one or two samples of each step: most ranks and micro-batches have no gradient for it, some have."""
-    return _regression(Branch, ((0,), (7,), (1, 6), (3, 4)))
+    return _regression(Branch, ((0,), (7,), (1, 6), (3, 4)), unused=True)
 
 
 def sometimes_unused() -> Workload:
     """A branch in use at step 0, unused everywhere at step 1, used again after: one step without decay or momentum."""
-    return _regression(Branch, ((0, 6), (), (5,), (2,)))
+    return _regression(Branch, ((0, 6), (), (5,), (2,)), unused=True)
 
 
-def _regression(first: Callable[[], nn.Module], flagged: tuple[tuple[int, ...], ...] | None = None) -> Workload:
-    """`first`, then two plain layers; `flagged`, by step, are the places of samples with a positive first feature."""
+def _regression(
+    first: Callable[[], nn.Module], flagged: tuple[tuple[int, ...], ...] | None = None, *, unused: bool = False
+) -> Workload:
+    """`first`, then two plain layers; `flagged`, by step, are the places of samples with a positive first feature;
+    `unused` says that some rank's step leaves a parameter out."""
     flagged_samples = flags(flagged, GLOBAL_BATCH_SIZE) if flagged is not None else None
     return Workload(
         name="awkward",
@@ -84,4 +87,5 @@ def _regression(first: Callable[[], nn.Module], flagged: tuple[tuple[int, ...], 
         ),
         loss=squared_error_sum,
         unit="samples",
+        leaves_parameters_unused=unused,
     )

@@ -1,8 +1,8 @@
 """Memory for flat buffers on the CPU, and the way into it.
 
-Measured on a 2-core Xeon with 68 MB of fp32: torch's copy into a buffer takes 9-11 ms, since it reads every cache line it
-is about to overwrite; the C library's memmove, which does not, takes 5.4. On huge pages, which save page-table look-ups,
-fused AdamW takes 18 instead of 21 ms and an addition 7.2 instead of 9.2.
+Measured on a 2-core Xeon with 68 MB of fp32: torch's copy into a buffer takes 9-11 ms, since it reads every cache line
+it is about to overwrite; the C library's memmove, which does not, takes 5.4. On huge pages, which save page-table
+look-ups, fused AdamW takes 18 instead of 21 ms and an addition 7.2 instead of 9.2.
 """
 
 from __future__ import annotations

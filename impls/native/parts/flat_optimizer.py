@@ -70,9 +70,9 @@ class FlatOptimizer:
         gradient_scale: Tensor | None = None,
         unused: Collection[str] = (),
     ) -> None:
-        """One update from the pieces of `gradients`, which cover the bucket. With a `gradient_scale` they are divided by
-        it on the way: in place, except where masters make a copy of them first; `scale_left_in_gradients` tells. The
-        parameters named in `unused` are left alone, with their moments and step counts."""
+        """One update from the pieces of `gradients`, which cover the bucket. With a `gradient_scale` they are divided
+        by it on the way: in place, except where masters make a copy of them first; `scale_left_in_gradients` tells.
+        The parameters named in `unused` are left alone, with their moments and step counts."""
         if unused and not self._per_parameter:
             self._split()
         runs = [run for run in self._runs if not unused or self._name_of(run) not in unused]
