@@ -1,8 +1,8 @@
 """Ours beside everyone else's, strategy by strategy, timed in interleaved rounds on one communication-heavy workload.
 
 Peers run in the settings that serve them best here; each setting is a row of its own, and the ratio is taken against
-the fastest of them. Native runs twice: over the process group, where only the algorithm is ours, and over shared memory,
-where the transport is too.
+the fastest of them. Native runs twice: over the process group, where only the algorithm is ours, and over shared
+memory, where the transport is too.
 """
 
 from collections.abc import Mapping

@@ -38,8 +38,8 @@ def time_metrics(
     global_num_tokens: Sequence[int],
     unit: Literal["tokens", "samples"],
 ) -> dict[str, float]:
-    """`step.*`, `throughput.*` and `cpu.*` from raw samples: seconds (ranks, steps), processor seconds of each rank over
-    all of them, and the tokens of each step's global batch."""
+    """`step.*`, `throughput.*` and `cpu.*` from raw samples: seconds (ranks, steps), processor seconds of each rank
+    over all of them, and the tokens of each step's global batch."""
     seconds = slowest_rank(step_seconds)
     median = statistics.median(seconds)
     return {

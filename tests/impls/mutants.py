@@ -1,8 +1,9 @@
-"""Deliberately broken data parallel: each class has one fault of the kind that trains on without an error, and each must
-fail the parity gate."""
+"""Deliberately broken data parallel: each class has one fault of the kind that trains on without an error, and each
+must fail the parity gate."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,22 +12,37 @@ from torch import Tensor
 from harness.implementation import StepOutput
 from harness.workload import Batch
 from impls.native.ddp import NativeDataParallel
-from impls.native.parts.collectives import Done, Handle
+from impls.native.parts.bucket_sums import BucketSums, Piece
+
+
+def leave_out(sums: BucketSums, index: int) -> None:
+    """Makes the sum of one bucket this rank's own share."""
+    start, wait = sums.start, sums.wait
+    sums.start = lambda i: None if i == index else start(i)  # type: ignore[method-assign]
+    sums.wait = lambda i: [Piece(0, sums.own(i).numel(), sums.own(i))] if i == index else wait(i)  # type: ignore
+
+
+def change_sums(sums: BucketSums, change: Callable[[Tensor], Tensor]) -> None:
+    """Changes every sum before it is used."""
+    wait = sums.wait
+    sums.wait = lambda i: [Piece(a, b, change(values)) for a, b, values in wait(i)]  # type: ignore[method-assign]
 
 
 class NoReduction(NativeDataParallel):
     """The reduction does nothing."""
 
-    def _start_sum(self, index: int, gradients: Tensor) -> Handle:
-        return Done()
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        for index in range(len(self.buckets)):
+            leave_out(self.sums, index)
 
 
 class DoubleAverage(NativeDataParallel):
     """The sum is divided by the number of ranks although the loss was divided by the global count."""
 
-    def _start_sum(self, index: int, gradients: Tensor) -> Handle:
-        gradients.div_(self.group.size())
-        return super()._start_sum(index, gradients)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        change_sums(self.sums, lambda values: values.div_(self.group.size()))
 
 
 class MeanOfMeans(NativeDataParallel):
@@ -40,8 +56,9 @@ class MeanOfMeans(NativeDataParallel):
 class MissingBucket(NativeDataParallel):
     """One bucket is not reduced."""
 
-    def _start_sum(self, index: int, gradients: Tensor) -> Handle:
-        return Done() if index == 1 else super()._start_sum(index, gradients)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        leave_out(self.sums, 1)
 
 
 class StaleBucket(NativeDataParallel):
@@ -93,26 +110,19 @@ class EverythingDecays(NativeDataParallel):
 class DriftingReplica(NativeDataParallel):
     """One rank's gradients differ from the others' in the ninth digit."""
 
-    def _step(self, learning_rate: float) -> tuple[Tensor | None, bool]:
-        for bucket in self.buckets:
-            bucket.wait()
-            if self.group.rank() == 1:
-                bucket.gradients.mul_(1.0 + 1e-9)
-        return super()._step(learning_rate)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        if self.group.rank() == 1:
+            change_sums(self.sums, lambda values: values.mul_(1.0 + 1e-9))
 
 
 class UnusedDecays(NativeDataParallel):
     """A parameter that nobody used is stepped with a gradient of zero."""
 
-    def _step(self, learning_rate: float) -> tuple[Tensor | None, bool]:
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         for bucket in self.buckets:
-            bucket.wait()
-            bucket.unused = set()
-            bucket.wait = lambda: None  # type: ignore[method-assign]
-        outcome = super()._step(learning_rate)
-        for bucket in self.buckets:
-            del bucket.wait  # type: ignore[method-assign]
-        return outcome
+            bucket._is_marked = lambda segment: False  # type: ignore[method-assign]
 
 
 class OwnBuffers(NativeDataParallel):

@@ -36,9 +36,7 @@ def test_gate_catches_and_explains(
     worlds: Worlds, mutant: str, kind: str, options: dict[str, object], explanation: str, precision: str
 ) -> None:
     implementation = f"{_MUTANTS}:{mutant}"
-    parity = worlds.parity(
-        parity_case(f"awkward:kind={kind}", implementation, 2, options=options, precision=precision)
-    )
+    parity = worlds.parity(parity_case(f"awkward:kind={kind}", implementation, 2, options=options, precision=precision))
     assert not parity.ok
     assert parity.first_bad_step is not None
     assert parity.explanation is not None

@@ -27,13 +27,6 @@ class Handle(Protocol):
         ...
 
 
-class Done:
-    """The handle of what needed no exchange."""
-
-    def wait(self) -> None:
-        return None
-
-
 class BackgroundCollectives:
     """Carries out collectives that take several steps on a thread of its own, one after another in the order asked
     for: the same on every rank."""

@@ -76,8 +76,10 @@ class FlatOptimizer:
         if unused and not self._per_parameter:
             self._split()
         runs = [run for run in self._runs if not unused or self._name_of(run) not in unused]
-        torch._foreach_add_([run.num_steps for run in runs], 1)
         self.scale_left_in_gradients = None
+        if not runs:
+            return
+        torch._foreach_add_([run.num_steps for run in runs], 1)
         for start, stop, values in gradients:
             in_masters_dtype = values.to(self.master.dtype)
             if gradient_scale is not None and in_masters_dtype is values:
