@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from rich import box
 from rich.table import Table
@@ -40,8 +40,7 @@ def implementations_table() -> Table:
         except Exception as error:  # whatever a third-party library raises while it is imported
             table.add_row(name, "-", _availability(f"{type(error).__name__}: {error}"), "-")
         else:
-            options = _written(implementation.options_of(loaded))
-            table.add_row(name, loaded.strategy, _availability(missing), options)
+            table.add_row(name, loaded.strategy, _availability(missing), implementation_options(loaded))
     return table
 
 
@@ -55,21 +54,34 @@ def workloads_table() -> Table:
     return table
 
 
-def builder_options(module: ModuleType) -> str:
-    """The options of a workload module's builder: `size=tiny`, and `size=tiny|17m|...` where the module lists the
-    choices under the option's plural, `SIZES`."""
-    shown: dict[str, Any] = {}
-    for name, parameter in inspect.signature(module.workload).parameters.items():
-        if name == "training" or parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            continue
-        choices = getattr(module, f"{name.upper()}S", None)
-        shown[name] = parameter.default if choices is None else "|".join(map(str, choices))
+def implementation_options(loaded: type[implementation.Implementation]) -> str:
+    """An implementation's options with their defaults, and the other choices where the annotation lists them."""
+    try:
+        hints = get_type_hints(loaded.__init__)
+    except NameError:  # an annotation that only a type checker imports
+        hints = {}
+    shown: dict[str, Sequence[Any]] = {}
+    for name, default in implementation.options_of(loaded).items():
+        choices = get_args(hints.get(name)) if get_origin(hints.get(name)) is Literal else ()
+        shown[name] = (default, *(choice for choice in choices if choice != default))
     return _written(shown)
 
 
-def _written(options: Mapping[str, Any]) -> str:
-    """`bucket_mib=25 reduction=all_reduce overlap=true`, as they are typed on the command line."""
-    return " ".join(f"{name}={_word(value)}" for name, value in options.items())
+def builder_options(module: ModuleType) -> str:
+    """The options of a workload module's builder, and the choices where the module lists them under the option's
+    plural: `SIZES` for `size`."""
+    shown: dict[str, Sequence[Any]] = {}
+    for name, parameter in inspect.signature(module.workload).parameters.items():
+        if name == "training" or parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            continue
+        choices = getattr(module, f"{name.upper()}S", ())
+        shown[name] = (parameter.default, *(choice for choice in choices if choice != parameter.default))
+    return _written(shown)
+
+
+def _written(options: Mapping[str, Sequence[Any]]) -> str:
+    """One option a line, as it is typed on the command line, its default first: `size=tiny | 17m | 30m`."""
+    return "\n".join(f"{name}={' | '.join(map(_word, choices))}" for name, choices in options.items())
 
 
 def _word(value: Any) -> str:

@@ -6,7 +6,7 @@ import importlib
 import inspect
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
@@ -179,12 +179,17 @@ def names() -> list[str]:
     return sorted(found)
 
 
-def options_of(implementation: Callable[..., Any]) -> dict[str, Any]:
-    """The option names of an implementation with their defaults."""
+def options_of(implementation: type[Any]) -> dict[str, Any]:
+    """The option names of an implementation with their defaults; with its parent's where it takes `**options` to pass
+    them on."""
     fixed = {"self", "workload", "layout", "mesh", "device"}
-    parameters = inspect.signature(implementation.__init__).parameters
-    return {
-        name: parameter.default
-        for name, parameter in parameters.items()
-        if name not in fixed and parameter.kind is not inspect.Parameter.VAR_KEYWORD
-    }
+    passed_on = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    options: dict[str, Any] = {}
+    for kind in implementation.__mro__:
+        if "__init__" in vars(kind):
+            parameters = inspect.signature(kind.__init__).parameters.values()
+            own = {p.name: p.default for p in parameters if p.name not in fixed and p.kind not in passed_on}
+            options = own | options
+            if all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in parameters):
+                break
+    return options

@@ -6,6 +6,7 @@ memory and communication and is timed by nobody.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -16,7 +17,8 @@ import torch
 
 from harness import implementation, models
 from harness.case import Case
-from harness.launch.local import LaunchFailed, LocalLaunch
+from harness.launch.failure import LaunchFailed
+from harness.launch.local import LocalLaunch
 from harness.measure import communication, memory
 from harness.measure.predicted_memory import predicted, registry
 from harness.measure.timing import model_flops_utilisation, time_metrics
@@ -53,20 +55,19 @@ class MeasuredCase:
     parity: Parity | None = None
     trajectory: Trajectory | None = None
 
-    def cannot_run(self) -> bool:
-        """Finds out, before any process starts, whether the case can run here at all."""
+    def probe(self) -> None:
+        """Finds out, before any process starts, whether the case can run here at all: if not, its status says so."""
         try:
             kind = implementation.load(self.case.implementation)
             workload = in_precision(models.load(self.case.workload), self.case.precision)
         except Exception as error:  # whatever a third-party library raises while it is imported
             self.status, self.reason = "unavailable", f"{type(error).__name__}: {error}".splitlines()[0]
-            return True
+            return
         self.strategy = kind.strategy
         if reason := kind.unavailable():
             self.status, self.reason = "unavailable", reason
         elif reason := kind.unsupported(workload, self.case.layout, torch.device(self.device), self.case.options):
             self.status, self.reason = "unsupported", reason
-        return self.status != "ok"
 
     def start(self) -> None:
         """The clean launch, as far as its first timed window: built, held against the reference, warmed up."""
@@ -87,7 +88,6 @@ class MeasuredCase:
     def time_one_round(self) -> None:
         """One window of timed steps."""
         assert self.launch is not None
-        self.launch.extend_deadline()
         answers = self._command("time_steps", num_steps=self.case.measurement.timed_steps)
         for seconds, answer in zip(self.samples["step_seconds"], answers, strict=True):
             seconds.extend(answer["step_seconds"])
@@ -109,7 +109,7 @@ class MeasuredCase:
                 self.metrics[f"throughput.{workload.unit}_per_second"],
                 workload.flops_per_unit,
                 self.case.world_size,
-                str(self.environment.get("device_name")),
+                str(self.environment["device"]["name"]),
                 in_precision(workload, self.case.precision).precision.compute,
             )
             if utilisation is not None:
@@ -167,13 +167,16 @@ class MeasuredCase:
             self.launch = None
 
     def result(self, suite: str, suite_run: str) -> Result:
-        """What became of it."""
+        """What became of it. A figure that is not finite is no measurement: it is left out, and the case has failed."""
+        finite = {name: value for name, value in self.metrics.items() if math.isfinite(value)}
+        if self.status == "ok" and (lost := sorted(self.metrics.keys() - finite.keys())):
+            self.status, self.reason = "failed", f"not a finite number: {', '.join(lost)}"
         return Result(
             case=self.case,
             status=self.status,
             reason=self.reason,
             environment=self.environment,
-            metrics=self.metrics,
+            metrics=finite,
             parity=self.parity,
             samples=self.samples,
             culprit=None if self.failure is None else self.failure.culprit,

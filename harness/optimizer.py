@@ -54,7 +54,7 @@ class RecipeOptimizer:
         self.parameters: list[nn.Parameter] = [named[name] for name in self.names]
         master = workload.precision.master
         self.masters: list[Tensor] = list(self.parameters)
-        if master is not None and not workload.fixed_dtypes:
+        if master is not None:
             self.masters = [parameter.detach().to(master, copy=True) for parameter in self.parameters]
         groups = decay_groups(registry, self.masters, self._training.weight_decay)
         make = factory or (lambda groups: torch_optimizer(self._training, groups))
@@ -122,7 +122,7 @@ class RecipeOptimizer:
             self._clip_scale = clip_coefficient(norm, self._training.clip_norm)
             for grad in grads:
                 if grad is not None:
-                    grad.mul_(self._clip_scale.to(grad.dtype))
+                    grad.mul_(self._clip_scale)  # not rounded to the gradient's dtype first
         if self.uses_masters:
             for master, grad in zip(self.masters, grads, strict=True):
                 master.grad = None if grad is None else grad.to(master.dtype)

@@ -88,3 +88,15 @@ def replicated_state_bytes(
         "gradients": gradients,
         "optimizer_states": states,
     }
+
+
+def all_reduce_wire_bytes(num_bytes: int, num_ranks: int) -> int:
+    """What one rank of a ring sends to sum `num_bytes` over `num_ranks`: 2(n-1)/n of them, rounded up. An instrument
+    that rounds each collective up counts less than a byte more for each."""
+    return -(-2 * (num_ranks - 1) * num_bytes // num_ranks)
+
+
+def broadcast_wire_bytes(num_bytes: int, num_ranks: int) -> int:
+    """What the root sends to bring `num_bytes` to all ranks along gloo's binomial tree: `num_bytes` in each of its
+    log2(n) rounds."""
+    return (num_ranks - 1).bit_length() * num_bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -146,7 +146,9 @@ class RichProgress:
         self._row(case).started = time.monotonic()
 
     def phase(self, case: Case, text: str, done: int, total: int) -> None:
-        self._row(case).phase = f"{text} {done}/{total}" if total else text
+        # Warming up may take more steps than were planned.
+        count = f"{done}/{total}" if done <= total else str(done)
+        self._row(case).phase = f"{text} {count}" if total else text
 
     def case_finished(self, result: Result) -> None:
         row = self._row(result.case)
@@ -168,11 +170,17 @@ class RichProgress:
         rows = list(self._rows.values())
         height = max(3, self._console.height - 3)  # the heading, and a line left for the cursor
         table = Table.grid(padding=(0, 1), expand=True)
-        table.add_column(width=_STATE_WIDTH, no_wrap=True)
-        table.add_column(ratio=3, no_wrap=True, overflow="ellipsis")
-        table.add_column(max_width=16, no_wrap=True, overflow="ellipsis")
+        table.add_column(width=_widest((row.state for row in rows), at_most=13), no_wrap=True)
+        table.add_column(
+            width=_widest((row.case.label for row in rows), at_most=self._console.width * 2 // 7),
+            no_wrap=True,
+            overflow="ellipsis",
+        )
+        table.add_column(
+            width=_widest((str(row.case.layout) for row in rows), at_most=16), no_wrap=True, overflow="ellipsis"
+        )
+        table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
         table.add_column(ratio=2, no_wrap=True, overflow="ellipsis")
-        table.add_column(ratio=3, no_wrap=True, overflow="ellipsis")
         table.add_column(width=7, justify="right", no_wrap=True)
         for row in window(rows, height):
             table.add_row(*_cells(row, now))
@@ -195,7 +203,9 @@ class RichProgress:
         return self._rows.setdefault(case.id, Row(case=case))
 
 
-_STATE_WIDTH = 13
+def _widest(texts: Iterable[str], *, at_most: int) -> int:
+    """The columns that the longest of `texts` needs; 7 at least (`waiting`, `running`), so that nothing jumps."""
+    return min(at_most, max(7, *map(len, texts), 0))
 
 
 def _cells(row: Row, now: float) -> tuple[Text, ...]:
@@ -203,7 +213,7 @@ def _cells(row: Row, now: float) -> tuple[Text, ...]:
     doing = headline(row.result) if row.result is not None else row.phase
     seconds = row.seconds if row.seconds is not None else None if row.started is None else now - row.started
     return (
-        Text(row.state[:_STATE_WIDTH], style=style),
+        Text(row.state, style=style),
         Text(row.case.label),
         Text(str(row.case.layout)),
         Text(f"{row.case.workload} {row.case.precision}", style="dim"),

@@ -16,6 +16,7 @@ def assemble(records: Sequence[dict[str, Any]], tensors: Path, layout: Layout) -
     """`records` are the ranks' answers to the worker's `parity`; `tensors` is the file that rank 0 wrote.
 
     A loss is the sum over the ranks that hold any, each once (the first tensor rank's), over the global token count.
+    ValueError where no rank holds any.
     """
     steps = range(len(records[0]["norms"]))
     losses = []
@@ -25,6 +26,8 @@ def assemble(records: Sequence[dict[str, Any]], tensors: Path, layout: Layout) -
             for rank, record in enumerate(records)
             if record["loss_sums"][step] is not None and layout.coordinates(rank).tensor == 0
         ]
+        if not sums:
+            raise ValueError(f"step {step}: expected the loss on some rank, every rank answered none")
         losses.append(sum(sums) / records[0]["global_num_tokens"][step])
     full = torch.load(tensors, weights_only=True)
     return Trajectory(

@@ -15,10 +15,7 @@ def reasons(result: Result) -> list[str]:
     parted = parity is not None and not parity.ok
     reason = result.reason or (parity.explanation if parity is not None and parted else None)
     if reason:
-        culprit = f"rank {result.culprit}: "
-        if result.culprit is None or reason.startswith(culprit):
-            culprit = ""
-        lines.append(culprit + " ".join(reason.split()))
+        lines.append(" ".join(reason.split()))
     if parity is not None and parted:
         if parity.explanation not in (None, reason):
             lines.append(f"explained by: {parity.explanation}")

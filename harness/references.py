@@ -11,7 +11,8 @@ import torch
 
 from harness import models
 from harness.case import Case
-from harness.launch.local import LaunchFailed, LocalLaunch, OnProgress
+from harness.launch.failure import LaunchFailed
+from harness.launch.local import LocalLaunch, OnProgress
 from harness.layout import Layout
 from harness.parity import Tolerance
 from harness.rank_records import assemble
@@ -35,7 +36,8 @@ class _Run:
 
 class References:
     """Starting weights, trajectories and tolerances, kept while a suite runs. `directory` holds weights and tensors;
-    `logs` the output of the one process that makes them all. LaunchFailed if a reference itself fails."""
+    `logs` the output of the one process that makes them all. LaunchFailed if a reference itself fails; nobody is the
+    culprit then. One that has timed out is not waited for again."""
 
     def __init__(self, directory: Path, logs: Path, *, deadline_seconds: float = 300.0) -> None:
         self._directory = directory
@@ -46,6 +48,7 @@ class References:
         self._weights: dict[str, Path] = {}
         self._trajectories: dict[_Run, Trajectory] = {}
         self._tolerances: dict[_Run, Tolerance] = {}
+        self._timed_out: dict[_Run, LaunchFailed] = {}
 
     def close(self) -> None:
         """Ends the process."""
@@ -81,13 +84,11 @@ class References:
             return Tolerance.exact()
         if run.precision == lane_of(run.precision):
             other = replace(run, workload=_split_otherwise(run.workload), threads=2)
-            return Tolerance.from_noise(self._trajectory(run, on_progress), self._trajectory(other, on_progress))
+            return Tolerance.from_noise(self._trajectory(run, on_progress), self._train(other, on_progress))
         pairs = []
         for seed in _ENVELOPE_SEEDS:
             low = replace(run, workload=models.with_options(run.workload, seed=seed))
-            pairs.append(
-                (self._trajectory(low, on_progress), self._trajectory(replace(low, precision="fp32"), on_progress))
-            )
+            pairs.append((self._train(low, on_progress), self._train(replace(low, precision="fp32"), on_progress)))
         return Tolerance.from_seeds(pairs)
 
     def _run_for(self, case: Case) -> _Run:
@@ -102,19 +103,25 @@ class References:
 
     def _trajectory(self, run: _Run, on_progress: OnProgress | None) -> Trajectory:
         if run not in self._trajectories:
-            tensors = self._directory / f"reference-{len(self._trajectories)}.pt"
-
-            def train(process: LocalLaunch) -> list[Any]:
-                process.command("build", on_progress)
-                return process.command("parity", on_progress, num_steps=run.num_steps, path=str(tensors))
-
-            records = self._carry_out(run, self.weights(run.workload), train)
-            self._trajectories[run] = assemble(records, tensors, Layout())
-            tensors.unlink()
+            self._trajectories[run] = self._train(run, on_progress)
         return self._trajectories[run]
+
+    def _train(self, run: _Run, on_progress: OnProgress | None) -> Trajectory:
+        tensors = self._directory / "reference.pt"
+
+        def train(process: LocalLaunch) -> list[Any]:
+            process.command("build", on_progress)
+            return process.command("parity", on_progress, num_steps=run.num_steps, path=str(tensors))
+
+        records = self._carry_out(run, self.weights(run.workload), train)
+        trajectory = assemble(records, tensors, Layout())
+        tensors.unlink()
+        return trajectory
 
     def _carry_out(self, run: _Run, weights: Path | None, work: Callable[[LocalLaunch], T]) -> T:
         """Has the reference's process take on the case of `run` and do `work`; one that fails is not used again."""
+        if run in self._timed_out:
+            raise self._timed_out[run]
         case = Case(
             workload=run.workload,
             implementation="reference",
@@ -122,20 +129,29 @@ class References:
             precision=run.precision,
             role="reference",
         )
+        process = self._living_process(case)
+        try:
+            process.extend_deadline()
+            process.command(
+                "adopt", case=case.to_json(), weights=None if weights is None else str(weights), threads=run.threads
+            )
+            return work(process)
+        except LaunchFailed as failure:
+            told = LaunchFailed(failure.status, f"the reference: {failure.reason}", traceback=failure.traceback)
+            if failure.status == "timed out":
+                self._timed_out[run] = told
+            raise told from failure
+
+    def _living_process(self, case: Case) -> LocalLaunch:
+        """The process, started anew where it has died; `case` is only what it starts with."""
+        if self._process is not None and not self._process.is_alive:
+            self._process.kill()
+            self._process = None
         if self._process is None:
             logs = self._logs / f"reference-{self._num_processes}"
             self._process = LocalLaunch(case.to_json(), 1, logs, deadline_seconds=self._deadline_seconds)
             self._num_processes += 1
-        try:
-            self._process.extend_deadline()
-            self._process.command(
-                "adopt", case=case.to_json(), weights=None if weights is None else str(weights), threads=run.threads
-            )
-            return work(self._process)
-        except LaunchFailed:
-            self._process.kill()
-            self._process = None
-            raise
+        return self._process
 
 
 def lane_of(precision: str) -> str:

@@ -100,26 +100,29 @@ def columns(unit: str) -> tuple[Column, ...]:
     )
 
 
-def _ratio(name: str) -> Callable[[Mapping[str, Any]], str]:
-    return lambda row: figure(row.get(name))
+def _ratio(name: str, scale: float = 1.0) -> Callable[[Mapping[str, Any]], str]:
+    return lambda row: figure(row.get(name), scale)
 
 
 RATIO_COLUMNS = (
-    Column(header="strategy", cell=lambda row: str(row["strategy"]), numeric=False),
     Column(header="implementation", cell=lambda row: str(row["implementation"]), numeric=False),
-    Column(header="layout", cell=lambda row: str(row.get("layout", "-")), numeric=False, from_width=100),
+    Column(header="whose", cell=lambda row: _WHOSE.get(row.get("role"), "-"), numeric=False),
     Column(header="ranks", cell=lambda row: str(row["world_size"])),
-    Column(header="best peer", cell=lambda row: str(row.get("best_peer") or "-"), numeric=False),
+    Column(header="step ms", cell=_ratio("median_seconds", 1e3)),
+    Column(header="floor ms", cell=_ratio("floor_seconds", 1e3), from_width=120),
+    Column(header="best peer", cell=lambda row: str(row.get("best_peer") or "-"), numeric=False, from_width=100),
     Column(header="time / peer", cell=_ratio("ratio")),
     Column(header="time / floor", cell=_ratio("floor_ratio")),
     Column(header="overhead / peer", cell=_ratio("overhead_ratio")),
-    Column(header="rounds", cell=lambda row: str(row.get("rounds", "-"))),
     Column(header="spread", cell=_ratio("spread")),
+    Column(header="rounds", cell=lambda row: str(row.get("rounds", "-")), from_width=120),
 )
 RATIO_MEANING = (
-    "Ratios of median step times from rounds that took turns: below 1 is faster than the best peer. Floor: the same "
-    "work without communication. Overhead: (own - floor) / (peer - floor)."
+    "Medians of steps timed in rounds that took turns. time / peer: over the fastest setting of the best peer; below 1 "
+    "is faster. time / floor: over the same work without communication. overhead / peer: (own - floor) / (peer - "
+    "floor). spread: between the quartiles of the rounds' own time / peer."
 )
+_WHOSE = {"subject": "ours", "peer": "peer"}
 
 
 def by_workload(results: Sequence[Result]) -> dict[str, list[Result]]:
@@ -152,10 +155,10 @@ def read_ratios(directory: Path) -> list[dict[str, Any]]:
 
 
 def ratio_groups(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """The rows under their workload and precision."""
+    """The rows under their strategy, workload and precision."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        title = ", ".join(str(row[name]) for name in ("workload", "precision") if row.get(name))
+        title = ", ".join(str(row[name]) for name in ("strategy", "workload", "precision") if row.get(name))
         groups.setdefault(title, []).append(row)
     return groups
 
@@ -174,7 +177,7 @@ def text(
             if result.traceback:
                 parts.append(Text(f"  traceback: {directory / REPORT_FILE}"))
     for title, rows in ratio_groups(ratios).items():
-        parts.append(_table(f"ratios: {title}", RATIO_COLUMNS, rows, width))
+        parts.append(_ratio_table(f"ratios: {title}", rows, width))
     if ratios:
         parts.append(Text(RATIO_MEANING, style="dim"))
     parts.append(Text(""))
@@ -243,6 +246,17 @@ def _table(title: str, all_columns: Sequence[Column], rows: Sequence[Any], width
     for row in rows:
         cells = [column.cell(row) for column in shown]
         made.add_row(*(Text(cell, style=_cell_style(cell)) for cell in cells))
+    return made
+
+
+def _ratio_table(title: str, rows: Sequence[Mapping[str, Any]], width: int) -> Table:
+    """Ours in bold, a line between world sizes."""
+    made = _table(title, RATIO_COLUMNS, rows, width)
+    for index, row in enumerate(rows):
+        if row.get("role") == "subject":
+            made.rows[index].style = "bold"
+        if index + 1 < len(rows) and rows[index + 1]["world_size"] != row["world_size"]:
+            made.rows[index].end_section = True
     return made
 
 

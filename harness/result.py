@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, BinaryIO, Literal, get_args
 
 from harness.case import Case
 
@@ -83,12 +83,36 @@ class Result:
 
 
 def append(directory: Path, result: Result) -> None:
-    """Adds one line to the directory's results file, on the disk before this returns."""
+    """Adds one line to the directory's results file, on the disk before this returns. OSError, with the file's name, if
+    it cannot be written."""
+    path = directory / RESULTS_FILE
     line = json.dumps(replace_non_finite(result.to_json()), allow_nan=False) + "\n"
-    with (directory / RESULTS_FILE).open("a", encoding="utf-8") as file:
-        file.write(line)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with path.open("ab+") as file:
+            _end_last_line(file)
+            file.write(line.encode())
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(error.errno, f"cannot write a result: {error.strerror}", str(path)) from error
+
+
+def _end_last_line(file: BinaryIO) -> None:
+    """What a crash has left behind the last newline is ended where it is a whole result, else cut off."""
+    size = file.seek(0, os.SEEK_END)
+    if size == 0:
+        return
+    file.seek(size - 1)
+    if file.read(1) == b"\n":
+        return
+    file.seek(0)
+    torn = file.read().rpartition(b"\n")[2]
+    try:
+        Result.from_json(json.loads(torn))
+    except (ValueError, KeyError, TypeError):
+        file.truncate(size - len(torn))
+    else:
+        file.write(b"\n")
 
 
 def read(directory: Path) -> list[Result]:
@@ -98,7 +122,7 @@ def read(directory: Path) -> list[Result]:
     if not path.is_file():
         raise ValueError(f"{directory}: expected a results directory with {RESULTS_FILE}, found none")
     latest: dict[str, Result] = {}
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

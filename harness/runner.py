@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 from harness import ratios, result
 from harness.case import Case, Suite
 from harness.judging import judge
-from harness.launch.local import LaunchFailed
-from harness.measure.communication import NothingRecorded
+from harness.launch.failure import LaunchFailed
 from harness.measured_case import MeasuredCase
 from harness.progress import Progress
 from harness.references import References
@@ -36,25 +35,25 @@ def run(
     A KeyboardInterrupt ends all ranks and is raised again; the results so far are kept.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    suite_run = _suite_run(suite, directory, resume=resume)
     earlier = {r.case.id: r for r in result.read(directory)} if (directory / result.RESULTS_FILE).is_file() else {}
     if earlier and not resume:
         raise ValueError(f"{directory}: holds results already; expected an empty directory, or --resume")
+    suite_run = _suite_run(suite, directory, resume=resume)
     groups = [group for group in _groups(suite) if any(_is_due(case, earlier) for case in group)]
     due = [case for group in groups for case in group]
     progress.suite_started(suite, due)
     with tempfile.TemporaryDirectory(prefix="meshmark-") as scratch:
         references = References(Path(scratch), directory / "logs")
         try:
-            for measured in chain.from_iterable(
-                _run_group(
-                    [_measured(case, directory, Path(scratch), references, progress, device=device) for case in group]
-                )
-                for group in groups
-            ):
-                earlier[measured.case.id] = measured.result(suite.name, suite_run)
-                result.append(directory, earlier[measured.case.id])
-                progress.case_finished(earlier[measured.case.id])
+            for group in groups:
+                members = [
+                    _measured(case, directory, Path(scratch), references, progress, device=device) for case in group
+                ]
+                with closing(_run_group(members)) as finished:
+                    for measured in finished:
+                        earlier[measured.case.id] = measured.result(suite.name, suite_run)
+                        result.append(directory, earlier[measured.case.id])
+                        progress.case_finished(earlier[measured.case.id])
         finally:
             references.close()
     results = [earlier[case.id] for case in suite.cases if case.id in earlier]
@@ -94,7 +93,7 @@ def _measured(
     )
 
 
-def _run_group(members: Sequence[MeasuredCase]) -> Iterator[MeasuredCase]:
+def _run_group(members: Sequence[MeasuredCase]) -> Generator[MeasuredCase, None, None]:
     """Measures the cases of a group; yields each when all that can be known of it is.
 
     Timed windows take turns, and every round begins with another case: what drifts meets each of them alike.
@@ -103,7 +102,7 @@ def _run_group(members: Sequence[MeasuredCase]) -> Iterator[MeasuredCase]:
     try:
         for member in members:
             member.on_start()
-            if not member.cannot_run() and _guarded(member, member.start):
+            if _guarded(member, member.probe) and member.status == "ok" and _guarded(member, member.start):
                 running.append(member)
         for number in range(max((member.case.measurement.rounds for member in running), default=0)):
             for offset in range(len(running)):
@@ -124,14 +123,15 @@ def _run_group(members: Sequence[MeasuredCase]) -> Iterator[MeasuredCase]:
 
 
 def _guarded(member: MeasuredCase, step: Callable[[], None]) -> bool:
-    """Carries out one step of a case; False if the case has failed in it."""
+    """Carries out one step of a case; False if the case has failed in it, whichever way: the suite goes on."""
     with _counting_time(member):
         try:
             step()
         except LaunchFailed as failure:
             member.fail(failure)
-        except NothingRecorded as error:
-            member.fail(LaunchFailed("failed", f"communication: {error}"))
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            member.fail(LaunchFailed("failed", reason, traceback=traceback.format_exc()))
     return member.failure is None
 
 
@@ -150,5 +150,7 @@ def _suite_run(suite: Suite, directory: Path, *, resume: bool) -> str:
     if resume and path.is_file():
         return str(json.loads(path.read_text(encoding="utf-8"))["suite_run"])
     name = f"{suite.name}-{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}"
-    path.write_text(json.dumps({"suite": suite.name, "suite_run": name}) + "\n", encoding="utf-8")
+    written = path.with_suffix(".new")
+    written.write_text(json.dumps({"suite": suite.name, "suite_run": name}) + "\n", encoding="utf-8")
+    written.replace(path)  # whole or not at all
     return name

@@ -45,5 +45,6 @@ class Topology:
 
     def __str__(self) -> str:
         link = "" if self.link_mbits is None else f" at {self.link_mbits:g} Mbit/s"
+        delay = f" +{self.delay_ms:g} ms" if self.delay_ms else ""
         placement = "" if self.placement == "contiguous" else f" {self.placement}"
-        return f"{self.num_nodes}x{self.ranks_per_node}{link}{placement}"
+        return f"{self.num_nodes}x{self.ranks_per_node}{link}{delay}{placement}"

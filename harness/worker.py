@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import ctypes
+import errno
 import faulthandler
 import gc
 import hashlib
+import io
 import os
+import re
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +25,8 @@ from torch import Tensor
 
 from harness import environment, implementation, models
 from harness.case import Case
+from harness.launch.failure import Report
+from harness.launch.fork_server import tie_to_server
 from harness.launch.local import Job
 from harness.measure.communication import StepRecord
 from harness.measure.communication_recorder import CommunicationRecorder
@@ -30,7 +35,7 @@ from harness.measure.recording_backend import BACKEND_NAME, install
 from harness.mesh import Mesh
 from harness.workload import Batch, Workload, in_precision
 
-_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+_OUT_OF_MEMORY = r"can't allocate memory|out of memory|CUBLAS_STATUS_ALLOC_FAILED"
 _MAX_WARM_UP_FACTOR = 3
 _STATIONARY_WITHIN = 0.1
 _GRADIENT_STEPS = 2
@@ -38,27 +43,36 @@ _GRADIENT_STEPS = 2
 
 def main(channel: connection.Connection, job: Job) -> None:
     """Runs in the rank's process until it is told to exit."""
-    _settle(job)
     try:
+        _settle(job)
         worker = Worker(job, lambda *progress: channel.send(("progress", progress)))
-        while True:
-            name, arguments = channel.recv()
-            if name == "exit":
-                worker.close()
-                return
+        while (request := _next_request(channel)) is not None:
+            name, arguments = request
             channel.send(("answer", getattr(worker, name)(**arguments)))
-    except EOFError:
-        return  # the parent is gone
     except BaseException as error:
-        failure = {
-            "at": time.monotonic(),
-            "error": f"{type(error).__name__}: {error}".splitlines()[0],
-            "traceback": traceback.format_exc(),
-            "out_of_memory": _is_out_of_memory(error),
-        }
+        channel.send(("failed", _report(error)))
         traceback.print_exc()
-        channel.send(("failed", failure))
-        signal.pause()  # the parent ends all ranks together: an early exit would look like the cause to the others
+        while True:  # the parent ends all ranks together: an early exit would look like the cause to the others
+            signal.pause()
+    worker.close()
+
+
+def _next_request(channel: connection.Connection) -> tuple[str, dict[str, Any]] | None:
+    """The next command; None when the rank shall leave, or the parent is gone."""
+    try:
+        name, arguments = channel.recv()
+    except EOFError:
+        return None
+    return None if name == "exit" else (name, arguments)
+
+
+def _report(error: BaseException) -> Report:
+    return Report(
+        at=time.monotonic(),
+        error=f"{type(error).__name__}: {error}".splitlines()[0],
+        traceback=traceback.format_exc(),
+        out_of_memory=_is_out_of_memory(error),
+    )
 
 
 class Worker:
@@ -67,7 +81,13 @@ class Worker:
     def __init__(self, job: Job, progress: Callable[[str, int, int], None]) -> None:
         self.job = job
         self.progress = progress
-        self.device = torch.device(job.device, job.rank) if job.device == "cuda" else torch.device(job.device)
+        self.device = torch.device(job.device)
+        if job.device == "cuda":
+            num_devices = torch.cuda.device_count()
+            if job.rank >= num_devices:
+                raise ValueError(f"rank {job.rank} needs a CUDA device of its own, this machine has {num_devices}")
+            self.device = torch.device("cuda", job.rank)
+            torch.cuda.set_device(self.device)  # events, streams and NCCL go by the current device
         self.recorder = CommunicationRecorder() if job.instrumented else None
         self.implementation: implementation.Implementation | None = None
         self._timeout = timedelta(seconds=job.timeout_seconds)
@@ -75,11 +95,14 @@ class Worker:
         real_backend: Literal["nccl", "gloo"] = "nccl" if job.device == "cuda" else "gloo"
         if self.recorder is not None:
             install(self.recorder, real_backend=real_backend)
+        world_size = Case.from_json(job.case).world_size
+        store = dist.FileStore(str(job.rendezvous), world_size)  # type: ignore[attr-defined,unused-ignore]
+        store.set_timeout(self._timeout)
         dist.init_process_group(
             real_backend if self.recorder is None else BACKEND_NAME,
-            init_method=f"file://{job.directory.resolve()}/rendezvous",
+            store=store,
             rank=job.rank,
-            world_size=Case.from_json(job.case).world_size,
+            world_size=world_size,
             timeout=self._timeout,
         )
         # The harness' own barriers go over a group of their own, so that no instrument sees them.
@@ -116,18 +139,18 @@ class Worker:
         """Writes the workload's starting weights, in fp32, as every implementation will read them."""
         torch.save(models.load(self.case.workload).build_model().state_dict(), path)
 
-    def build(self) -> dict[str, Any]:
+    def build(self) -> dict[str, str]:
         """Builds the implementation; answers which options it really took."""
         self.progress("building", 0, 1)
         kind = implementation.load(self.case.implementation)
         self.implementation = kind(self.workload, self.case.layout, self.mesh, self.device, **self.case.options)
-        return dict(self.implementation.facts())
+        return {str(name): str(value) for name, value in self.implementation.facts().items()}
 
     def parity(self, num_steps: int, path: str) -> dict[str, Any]:
         """The first `num_steps` steps, watched. Losses are this rank's sums; rank 0 writes the full tensors."""
         built = self._built()
         built.tracks_gradient_norm = True
-        keys = ("loss_sums", "num_tokens", "global_num_tokens", "norms", "skipped", "rates", "checksums")
+        keys = ("loss_sums", "global_num_tokens", "norms", "skipped", "rates", "checksums")
         record: dict[str, Any] = {key: [] for key in keys}
         gradients: dict[int, dict[str, Tensor]] = {}
         starting_parameters = built.full_parameters()
@@ -136,7 +159,6 @@ class Worker:
             batch = self._batch()
             output = built.train_step(batch)
             record["loss_sums"].append(None if output.loss_sum is None else float(output.loss_sum))
-            record["num_tokens"].append(output.num_tokens)
             record["global_num_tokens"].append(batch.global_num_tokens)
             record["norms"].append(None if output.gradient_norm is None else float(output.gradient_norm))
             record["skipped"].append(bool(output.skipped))
@@ -156,8 +178,8 @@ class Worker:
         recent: list[float] = []
         done, most = 0, num_steps * _MAX_WARM_UP_FACTOR
         while done < num_steps or (done < most and not _is_stationary(recent)):
-            self.progress("warming up", done, num_steps)
-            slowest = torch.tensor(self._timed_steps(1)[0])
+            self.progress("warming up", done, num_steps if done < num_steps else 0)
+            slowest = torch.tensor(self._timed_steps(1).seconds[0])
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self.control)
             recent = [*recent[-2:], float(slowest)]
             done += 1
@@ -167,10 +189,12 @@ class Worker:
         """Seconds of each of `num_steps` steps in a row, on this rank, and the processor seconds of them all."""
         self.progress("timing", 0, num_steps)
         num_tokens = [self.workload.global_num_tokens(self.step + index) for index in range(num_steps)]
-        cpu_before = time.process_time()
-        seconds = self._timed_steps(num_steps)
-        cpu_seconds = time.process_time() - cpu_before
-        return {"step_seconds": seconds, "cpu_seconds": cpu_seconds, "global_num_tokens": num_tokens}
+        window = self._timed_steps(num_steps)
+        return {
+            "step_seconds": window.seconds,
+            "cpu_seconds": window.cpu_seconds,
+            "global_num_tokens": num_tokens,
+        }
 
     def build_and_measure_memory(self, num_steps: int) -> MemoryReport | None:
         """Builds the implementation and trains `num_steps` steps after the warm-up, under the memory instrument."""
@@ -206,7 +230,7 @@ class Worker:
             for kind in ("real", "null"):
                 self._barrier()
                 recorder.mode = "null" if kind == "null" else "pass"
-                seconds[kind] += self._timed_steps(1, synchronised=False)
+                seconds[kind] += self._timed_steps(1, synchronised=False).seconds
                 recorder.mode = "pass"
         return {"records": records, "real_seconds": seconds["real"], "null_seconds": seconds["null"]}
 
@@ -225,7 +249,7 @@ class Worker:
         self.step += 1
         return batch.to(self.device)
 
-    def _timed_steps(self, num_steps: int, *, synchronised: bool = True) -> list[float]:
+    def _timed_steps(self, num_steps: int, *, synchronised: bool = True) -> _Window:
         """Steps back to back; everything they need is made before, so that they are nothing but training."""
         built = self._built()
         batches = [self._batch() for _ in range(num_steps)]
@@ -235,11 +259,12 @@ class Worker:
         try:
             if synchronised:
                 self._barrier()
-            clock.start()
+            cpu_before = time.process_time()
+            clock.lap()
             for batch in batches:
                 built.train_step(batch)
                 clock.lap()
-            return clock.seconds()
+            return _Window(clock.seconds(), time.process_time() - cpu_before)
         finally:
             gc.enable()
 
@@ -249,6 +274,13 @@ class Worker:
         dist.barrier(group=self.control)
 
 
+class _Window(NamedTuple):
+    """Some steps in a row: seconds of each, and the processor seconds of all threads over them all."""
+
+    seconds: list[float]
+    cpu_seconds: float
+
+
 class _Clock:
     """Laps on the host's clock, or on the device's own where it works behind the host's back: it is waited for once,
     at the end."""
@@ -256,9 +288,6 @@ class _Clock:
     def __init__(self, device: torch.device) -> None:
         self._on_device = device.type == "cuda"
         self._marks: list[Any] = []
-
-    def start(self) -> None:
-        self.lap()
 
     def lap(self) -> None:
         if self._on_device:
@@ -291,21 +320,26 @@ def _is_stationary(seconds: list[float]) -> bool:
 
 
 def _settle(job: Job) -> None:
-    """Makes this process a rank: its own session, its own log, ended when the launcher's server ends."""
+    """Makes this process a rank: its own session and log, ended when the harness ends."""
     os.setsid()
-    if hasattr(ctypes, "CDLL") and os.name == "posix":
-        libc = ctypes.CDLL(None, use_errno=True)
-        if hasattr(libc, "prctl"):
-            libc.prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    log = os.open(job.directory / f"rank-{job.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    tie_to_server()
+    log = _open_anew(job.log)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    stack = os.open(job.directory / f"rank-{job.rank}.stack", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # a rank that is killed flushes nothing
+    faulthandler.register(signal.SIGUSR1, file=_open_anew(job.stack), all_threads=False)
+
+
+def _open_anew(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory has run out, by whichever allocator."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and re.search(_OUT_OF_MEMORY, str(error)) is not None

@@ -201,6 +201,22 @@ class Workload:
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         return model.train()
 
+    def model_without_memory(self) -> nn.Module:
+        """The module as the builder makes it, on torch's meta device."""
+        with torch.device("meta"):
+            return self.model()
+
+    def buffer_bytes(self) -> int:
+        """What the module's buffers take in compute precision."""
+        return sum(
+            buffer.numel() * self.dtype_in_training(buffer.dtype).itemsize
+            for buffer in self.model_without_memory().buffers()
+        )
+
+    def dtype_in_training(self, dtype: torch.dtype) -> torch.dtype:
+        """What becomes of a tensor of the model or of a sample that is built in `dtype`."""
+        return self.precision.compute if dtype.is_floating_point and not self.fixed_dtypes else dtype
+
     def batch(self, step: int, *, data_rank: int = 0, data_degree: int = 1) -> Batch:
         """The share of `data_rank` in optimizer step `step` (from 0). Micro-batch i of the whole is the union of the
         ranks' micro-batches i, so every data degree sees the same samples in the same order."""
@@ -254,9 +270,7 @@ class Workload:
             for position in positions
         ]
         inputs, targets = torch.stack([s[0] for s in samples]), torch.stack([s[1] for s in samples])
-        if not self.fixed_dtypes:
-            inputs, targets = (t.to(self.precision.compute) if t.is_floating_point() else t for t in (inputs, targets))
-        return inputs, targets
+        return inputs.to(self.dtype_in_training(inputs.dtype)), targets.to(self.dtype_in_training(targets.dtype))
 
 
 def _share(length: int, index: int, count: int) -> tuple[int, int]:
@@ -268,7 +282,11 @@ TRAINING_OPTIONS = frozenset(f.name for f in fields(Training))
 
 
 def in_precision(workload: Workload, precision: str, weights: Path | None = None) -> Workload:
-    """The same work in another precision, starting from the weights in the file `weights`."""
+    """The same work in another precision, starting from the weights in the file `weights`. Where a workload fixes its
+    dtypes, gradients have those of their parameters and there are no masters."""
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
-    return replace(workload, precision=PRECISIONS[precision], weights=weights)
+    chosen = PRECISIONS[precision]
+    if workload.fixed_dtypes:
+        chosen = replace(chosen, gradient=chosen.compute, master=None)
+    return replace(workload, precision=chosen, weights=weights)

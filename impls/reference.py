@@ -49,16 +49,17 @@ class Reference(Implementation):
         self, workload: Workload, layout: Layout, mesh: Mesh, device: torch.device, *, data_degree: int = 1
     ) -> None:
         self.workload = workload
+        self.device = device
         self.module = workload.build_model().to(device)
         self.data_degree = data_degree
         self.optimizer = RecipeOptimizer(self.module, workload)
-        if workload.precision.master is not None and not workload.fixed_dtypes:
+        if workload.precision.master is not None:
             for parameter in self.optimizer.parameters:
                 parameter.grad_dtype = workload.precision.gradient
 
     def train_step(self, batch: Batch) -> StepOutput:
         self.optimizer.clear_gradients()
-        loss_sum, num_tokens = torch.zeros((), dtype=torch.float64), 0
+        loss_sum, num_tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0
         starting_buffers = self.full_buffers() if self.data_degree > 1 else {}
         winning_buffers: dict[str, Tensor] = {}
         for data_rank in range(self.data_degree):

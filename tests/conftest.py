@@ -10,7 +10,8 @@ import pytest
 
 from harness.case import Case, Measurement
 from harness.judging import held_against_reference
-from harness.launch.local import LaunchFailed, LocalLaunch
+from harness.launch.failure import LaunchFailed
+from harness.launch.local import LocalLaunch
 from harness.layout import Layout
 from harness.rank_records import assemble
 from harness.references import References

@@ -1,73 +1,95 @@
-"""The local launcher: one process per rank on this machine.
+"""The local launcher: one process per rank on this machine, watched by the parent and ended by it.
 
-Ranks are forked from a server that has torch loaded, so a world starts in a second and inherits nothing of the
-parent's state. A rank belongs to its own session, writes to its own log, and dies with the server, which dies with the
-parent: however the harness ends, no rank outlives it.
+A rank leads its own session, writes to its own log, and answers commands over a channel; see `harness.worker`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
-import sys
 import time
-import types
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from multiprocessing import connection, forkserver
+import traceback
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from harness.environment import MALLOC_SETTINGS
-from harness.result import Status
+from harness.launch.failure import Ending, Report, first_failure, too_late
+from harness.launch.fork_server import Fork
 
 _GRACE_SECONDS = 1.0  # after the first failure, for the other ranks' own reports
+_ECHO_GRACE_SECONDS = 5.0  # the same, while all that is known are echoes of a failure that nobody has told yet
 _EXIT_SECONDS = 5.0
+_STACK_SECONDS = 2.0
+_COLLECTIVE_MARGIN_SECONDS = 60.0  # a rank that waits for another must not give up before the parent does
+_LOG_TAIL_BYTES = 8192
+_LOG_TAIL_LINES = 20
 
 OnProgress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What one rank is told when it starts; `directory` is shared by the ranks of a launch."""
+    """What one rank is told when it starts. `directory` is for its log, `rendezvous` the file where the ranks meet."""
 
     case: dict[str, Any]
     rank: int
     directory: Path
+    rendezvous: Path
     weights: Path | None
     device: str
     threads: int
     instrumented: bool
     timeout_seconds: float
 
+    @property
+    def log(self) -> Path:
+        return self.directory / f"rank-{self.rank}.log"
 
-class LaunchFailed(Exception):
-    """A launch ended early. `culprit` is the rank that failed first, `traceback` its own words."""
-
-    def __init__(self, status: Status, reason: str, culprit: int | None = None, traceback: str | None = None) -> None:
-        super().__init__(reason)
-        self.status: Status = status
-        self.reason = reason
-        self.culprit = culprit
-        self.traceback = traceback
+    @property
+    def stack(self) -> Path:
+        """Where the rank's fault handler writes, on SIGUSR1, what it is doing."""
+        return self.directory / f"rank-{self.rank}.stack"
 
 
 @dataclass(kw_only=True)
 class _Rank:
-    process: Any
-    channel: connection.Connection
-    log: Path
+    fork: Fork
+    job: Job
     doing: str = "starting"
     answer: Any = None
-    answered: bool = False
-    failure: dict[str, Any] = field(default_factory=dict)
+    answered: bool = True
+    report: Report | None = None
+    died_at: float | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.report is not None or self.died_at is not None
+
+    def ending(self, *, stopped: bool = False, stack: str = "") -> Ending:
+        return Ending(
+            rank=self.job.rank,
+            doing=self.doing,
+            answered=self.answered,
+            report=self.report,
+            died_at=self.died_at,
+            exit_code=self.fork.process.exitcode,
+            stopped=stopped,
+            stack=stack,
+            log_tail=_tail(self.job.log),
+        )
 
 
 class LocalLaunch:
-    """The ranks of one case, waiting for commands. Use as a context manager: leaving it ends every rank."""
+    """The ranks of one case, waiting for commands. Use as a context manager: leaving it ends every rank.
+
+    The deadline bounds the time that its commands take, all together, with the ranks' start: a launch that waits while
+    others have their turn loses nothing.
+    """
 
     def __init__(
         self,
@@ -81,31 +103,29 @@ class LocalLaunch:
         instrumented: bool = False,
         deadline_seconds: float = 300.0,
     ) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        self._deadline_seconds = deadline_seconds
-        self._deadline = time.monotonic() + deadline_seconds
-        self._ranks: list[_Rank] = []
-        context = _server()
         from harness.worker import main
 
+        directory.mkdir(parents=True, exist_ok=True)
+        self._deadline_seconds = deadline_seconds
+        self._seconds_left = deadline_seconds
+        self._deadline = 0.0
+        # Another name for every launch: a file that is left over from a killed one would admit nobody.
+        self._rendezvous = directory.resolve() / f"rendezvous-{uuid.uuid4().hex}"
+        self._ranks: list[_Rank] = []
         try:
             for rank in range(world_size):
-                here, there = context.Pipe()
                 job = Job(
                     case=case,
                     rank=rank,
                     directory=directory,
+                    rendezvous=self._rendezvous,
                     weights=weights,
                     device=device,
                     threads=threads,
                     instrumented=instrumented,
-                    timeout_seconds=deadline_seconds,
+                    timeout_seconds=deadline_seconds + _COLLECTIVE_MARGIN_SECONDS,
                 )
-                process = context.Process(target=main, args=(there, job), name=f"meshmark rank {rank}", daemon=True)
-                with _without_main_module():
-                    process.start()
-                there.close()
-                self._ranks.append(_Rank(process=process, channel=here, log=directory / f"rank-{rank}.log"))
+                self._ranks.append(_Rank(fork=Fork(main, job, f"meshmark rank {rank}"), job=job))
         except BaseException:
             self.kill()
             raise
@@ -123,205 +143,153 @@ class LocalLaunch:
 
     @property
     def pids(self) -> list[int]:
-        return [rank.process.pid for rank in self._ranks]
+        return [rank.fork.pid for rank in self._ranks]
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether every rank is there to take a command."""
+        return bool(self._ranks) and all(rank.fork.process.is_alive() for rank in self._ranks)
 
     def extend_deadline(self) -> None:
-        """Starts the deadline anew: a launch of an interleaved group waits while others have their turn."""
-        self._deadline = time.monotonic() + self._deadline_seconds
+        """Starts the deadline anew, for ranks that take on other work."""
+        self._seconds_left = self._deadline_seconds
 
     def command(self, name: str, on_progress: OnProgress | None = None, **arguments: Any) -> list[Any]:
-        """Has every rank carry out the worker's command `name`; their answers in rank order. LaunchFailed as soon as a
-        rank raises, dies or leaves without an answer, or when the deadline has passed."""
+        """Has every rank carry out the worker's command `name`; their answers in rank order. LaunchFailed, with every
+        rank ended, as soon as one raises, dies or leaves without an answer, or when the deadline has passed."""
+        assert self._ranks, "the launch has ended"
+        began = time.monotonic()
+        self._deadline = began + self._seconds_left
         for rank in self._ranks:
             rank.answered = False
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its end shows below, with its exit code
-                rank.channel.send((name, arguments))
-        while not all(rank.answered for rank in self._ranks):
-            self._receive(name, on_progress)
+                rank.fork.channel.send((name, arguments))
+        try:
+            while not all(rank.answered for rank in self._ranks):
+                self._receive(name, on_progress)
+        finally:
+            self._seconds_left -= time.monotonic() - began
         return [rank.answer for rank in self._ranks]
 
     def close(self) -> None:
         """Lets the ranks leave in order; ends those that do not."""
         for rank in self._ranks:
             with contextlib.suppress(OSError):
-                rank.channel.send(("exit", {}))
+                rank.fork.channel.send(("exit", {}))
         until = time.monotonic() + _EXIT_SECONDS
         for rank in self._ranks:
-            rank.process.join(max(0.0, until - time.monotonic()))
+            rank.fork.process.join(max(0.0, until - time.monotonic()))
         self.kill()
 
     def kill(self) -> None:
         """Ends every rank and whatever it started, at once."""
         for rank in self._ranks:
-            _kill_session(rank.process.pid)
+            rank.fork.kill()
         for rank in self._ranks:
-            rank.process.join(_EXIT_SECONDS)
-            rank.channel.close()
+            rank.fork.process.join(_EXIT_SECONDS)
+            rank.fork.channel.close()
+        self._ranks.clear()  # their numbers may belong to other processes from now on
+        with contextlib.suppress(OSError):
+            self._rendezvous.unlink(missing_ok=True)
 
     def _receive(self, name: str, on_progress: OnProgress | None) -> None:
         """Takes in whatever ranks have to say next."""
-        waiting = [rank for rank in self._ranks if not rank.answered]
-        by_handle: dict[Any, _Rank] = {rank.channel: rank for rank in waiting}
-        by_handle |= {rank.process.sentinel: rank for rank in self._ranks}
-        ready = connection.wait(list(by_handle), timeout=max(0.0, self._deadline - time.monotonic()))
-        if not ready:
+        sources: list[Any] = [rank.fork.process.sentinel for rank in self._ranks]
+        sources += [rank.fork.channel for rank in self._ranks if not rank.answered]
+        if not connection.wait(sources, timeout=max(0.0, self._deadline - time.monotonic())):
             self._fail_late(name)
-        for handle in ready:
-            rank = by_handle[handle]
-            if self._take_messages(rank, on_progress):
-                self._fail(name)
-            if not rank.answered and not rank.process.is_alive():
-                self._take_messages(rank, on_progress)
-                if not rank.answered:
-                    self._fail(name)
-        if any(not rank.process.is_alive() for rank in self._ranks):
+        self._look(on_progress)
+        if any(rank.is_over for rank in self._ranks):
             self._fail(name)
 
-    def _take_messages(self, rank: _Rank, on_progress: OnProgress | None) -> bool:
-        """Reads what `rank` has sent; True if it reports a failure."""
-        try:
-            while rank.channel.poll():
-                kind, content = rank.channel.recv()
-                if kind == "failed":
-                    rank.failure = content
-                    return True
-                if kind == "answer":
-                    rank.answer, rank.answered = content, True
-                    return False
-                rank.doing = f"{content[0]} {content[1]}/{content[2]}"
-                if on_progress is not None and rank is self._ranks[0]:
-                    on_progress(*content)
-        except (EOFError, OSError):
-            pass
-        return False
+    def _look(self, on_progress: OnProgress | None = None) -> None:
+        """Reads what every rank has sent, and notices who has died."""
+        for rank in self._ranks:
+            # A rank's last words come before its end: alive is asked first.
+            alive = rank.fork.process.is_alive()
+            _take_messages(rank, on_progress if rank is self._ranks[0] else None)
+            if not alive and rank.died_at is None:
+                rank.died_at = time.monotonic()
 
     def _fail(self, name: str) -> None:
-        """Waits a moment for the others' reports, then names the first culprit: a rank that died before one that raised
-        (peers of a dead rank raise at once), the earliest of those that raised."""
-        until = time.monotonic() + _GRACE_SECONDS
-        while time.monotonic() < until and not all(r.failure or not r.process.is_alive() for r in self._ranks):
-            for rank in self._ranks:
-                self._take_messages(rank, None)
+        """Waits a moment for the others' reports, then ends all and names the culprit."""
+        began = time.monotonic()
+        while not all(rank.is_over for rank in self._ranks):
+            all_echoes = all(rank.report is not None and rank.report.is_echo for rank in self._ranks if rank.is_over)
+            if time.monotonic() - began > (_ECHO_GRACE_SECONDS if all_echoes else _GRACE_SECONDS):
+                break
             time.sleep(0.02)
-        for rank in self._ranks:
-            self._take_messages(rank, None)
-        died = [i for i, r in enumerate(self._ranks) if not r.failure and not r.process.is_alive()]
-        raised = sorted((i for i, r in enumerate(self._ranks) if r.failure), key=lambda i: self._ranks[i].failure["at"])
-        self._end_all()
-        if died:
-            culprit = min(died, key=lambda i: -int((self._ranks[i].process.exitcode or 0) < 0))
-            rank = self._ranks[culprit]
-            code = rank.process.exitcode or 0
-            how = f"was killed by {_signal_name(-code)}" if code < 0 else f"left with exit code {code} and no record"
-            reason = f"rank {culprit} {how} during {name} ({rank.doing})"
-            raise LaunchFailed("failed", reason, culprit, _tail(rank.log))
-        culprit = raised[0]
-        failure = self._ranks[culprit].failure
-        status: Status = "out of memory" if failure["out_of_memory"] else "failed"
-        raise LaunchFailed(status, f"rank {culprit}: {failure['error']}", culprit, failure["traceback"])
+            self._look()
+        failure = first_failure([rank.ending() for rank in self._ranks], name)
+        self.kill()
+        raise failure
 
     def _fail_late(self, name: str) -> None:
         """The deadline has passed: finds out which rank the others wait for."""
-        states = [_process_state(rank.process.pid) for rank in self._ranks]
+        stopped = [rank.fork.state() == "T" for rank in self._ranks]
         stacks = self._stacks()
-        silent = [i for i, rank in enumerate(self._ranks) if not rank.answered]
-        stopped = [i for i in silent if states[i] == "T"]
-        busy = [i for i in silent if stacks[i] and not _waits_for_peers(stacks[i])]
-        culprit = next(iter(stopped or busy or silent), None)
-        doing = "; ".join(f"rank {i} {self._ranks[i].doing}" for i in silent)
-        why = "" if culprit is None else f"; rank {culprit} {'is stopped' if stopped else 'is the one to look at'}"
-        self._end_all()
-        raise LaunchFailed(
-            "timed out",
-            f"no answer to {name} within the deadline of {self._deadline_seconds:g} s: {doing}{why}",
-            culprit,
-            None if culprit is None else stacks[culprit] or _tail(self._ranks[culprit].log),
-        )
+        endings = [
+            rank.ending(stopped=is_stopped, stack=stack)
+            for rank, is_stopped, stack in zip(self._ranks, stopped, stacks, strict=True)
+        ]
+        self.kill()
+        raise too_late(endings, name, self._deadline_seconds)
 
     def _stacks(self) -> list[str]:
-        """Where each rank is, by its own fault handler."""
+        """Where each rank is, by its own fault handler; nothing from one that is stopped."""
         for rank in self._ranks:
-            rank.log.with_suffix(".stack").write_text("")
             with contextlib.suppress(OSError):
-                os.kill(rank.process.pid, signal.SIGUSR1)
-        time.sleep(0.3)
-        return [rank.log.with_suffix(".stack").read_text() for rank in self._ranks]
-
-    def _end_all(self) -> None:
-        for rank in self._ranks:
-            _kill_session(rank.process.pid)
-        for rank in self._ranks:
-            rank.process.join(_EXIT_SECONDS)
-
-
-def _server() -> multiprocessing.context.ForkServerContext:
-    """The fork server, started once, under the environment that every rank shall have."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["harness.worker"])
-    with _environment({**MALLOC_SETTINGS, "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "6"}):
-        forkserver.ensure_running()
-    return context
+                rank.job.stack.write_text("")
+                os.kill(rank.fork.pid, signal.SIGUSR1)
+        until = time.monotonic() + _STACK_SECONDS
+        stacks, before = [""], None
+        # A handler writes line by line: it is done when nothing is added any more.
+        while time.monotonic() < until and (stacks != before or not all(stacks)):
+            time.sleep(0.1)
+            before, stacks = stacks, [_text(rank.job.stack) for rank in self._ranks]
+        return stacks
 
 
-@contextlib.contextmanager
-def _without_main_module() -> Iterator[None]:
-    """Ranks import what they need by name. Left to itself multiprocessing would run the parent's script again in every
-    rank, which costs its imports and fails for a script without a file."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
+def _take_messages(rank: _Rank, on_progress: OnProgress | None) -> None:
+    """Reads what `rank` has sent, up to an answer."""
+    channel = rank.fork.channel
+    while rank.report is None and not rank.answered:
+        try:
+            if not channel.poll():
+                return
+            kind, content = channel.recv()
+        except (EOFError, OSError):
+            return  # it is gone, which its sentinel tells
+        except Exception as error:  # whatever unpickling raises
+            rank.report = Report(
+                at=time.monotonic(),
+                error=f"its answer cannot be read here: {type(error).__name__}: {error}",
+                traceback=traceback.format_exc(),
+            )
+            return
+        if kind == "failed":
+            rank.report = content
+        elif kind == "answer":
+            rank.answer, rank.answered = content, True
+        else:
+            rank.doing = f"{content[0]} {content[1]}/{content[2]}"
+            if on_progress is not None:
+                on_progress(*content)
+
+
+def _text(path: Path) -> str:
     try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
 
 
-@contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+def _tail(log: Path) -> str | None:
+    """The last lines of a log that may be huge."""
     try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def _kill_session(pid: int | None) -> None:
-    """Kills the rank and, once it leads a session, what it started in there."""
-    if pid is None:
-        return
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        if os.getsid(pid) == pid:
-            os.killpg(pid, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signal.SIGKILL)
-
-
-def _process_state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return "?"
-
-
-def _waits_for_peers(stack: str) -> bool:
-    """Whether a rank's innermost frames are inside a collective."""
-    innermost = "\n".join(stack.splitlines()[:8])
-    return any(place in innermost for place in ("distributed", "shared_memory", "in wait", "backward"))
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _tail(log: Path, num_lines: int = 20) -> str | None:
-    try:
-        return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:]) or None
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _LOG_TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return None
+    return "\n".join(lines[-_LOG_TAIL_LINES:]) or None

@@ -13,12 +13,18 @@ from typing import Literal
 
 import torch
 
-# Dense peaks of tensor cores from the vendors' data sheets, FLOP/s, without sparsity.
+_A100 = {torch.bfloat16: 312e12, torch.float32: 19.5e12, torch.float64: 19.5e12}
+_HOPPER_SXM = {torch.bfloat16: 989e12, torch.float32: 67e12, torch.float64: 67e12}
 _DENSE_PEAK_FLOPS: dict[str, dict[torch.dtype, float]] = {
-    "A100": {torch.bfloat16: 312e12, torch.float32: 19.5e12, torch.float64: 19.5e12},
-    "H100": {torch.bfloat16: 989e12, torch.float32: 67e12, torch.float64: 67e12},
-    "H200": {torch.bfloat16: 989e12, torch.float32: 67e12, torch.float64: 67e12},
+    "NVIDIA A100-PCIE-40GB": _A100,
+    "NVIDIA A100-SXM4-40GB": _A100,
+    "NVIDIA A100 80GB PCIe": _A100,
+    "NVIDIA A100-SXM4-80GB": _A100,
+    "NVIDIA H100 80GB HBM3": _HOPPER_SXM,
+    "NVIDIA H200": _HOPPER_SXM,
 }
+"""FLOP/s by the device's full name (cards of one generation differ), from the vendor's data sheets: bf16 and fp64 on
+tensor cores, without sparsity; fp32 outside them, for TF32 is another format."""
 
 
 class NothingMeasured(Exception):
@@ -56,7 +62,5 @@ def model_flops_utilisation(
     units_per_second: float, flops_per_unit: float, num_devices: int, device_name: str, dtype: torch.dtype
 ) -> float | None:
     """The fraction of the devices' dense peak that went into the model's own FLOPs, None where the peak is unknown."""
-    for name, peaks in _DENSE_PEAK_FLOPS.items():
-        if name in device_name and dtype in peaks:
-            return units_per_second * flops_per_unit / (num_devices * peaks[dtype])
-    return None
+    peak = _DENSE_PEAK_FLOPS.get(device_name, {}).get(dtype)
+    return None if peak is None else units_per_second * flops_per_unit / (num_devices * peak)

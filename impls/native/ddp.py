@@ -20,7 +20,14 @@ from harness.implementation import Implementation, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import clip_coefficient, global_norm
-from harness.parameters import LogicalParameter, MemoryCategory, logical_parameters, replicated_state_bytes
+from harness.parameters import (
+    LogicalParameter,
+    MemoryCategory,
+    all_reduce_wire_bytes,
+    broadcast_wire_bytes,
+    logical_parameters,
+    replicated_state_bytes,
+)
 from harness.workload import Batch, Workload
 from impls.native.parts import shared_memory
 from impls.native.parts.bucket_sums import BucketSums, Piece, ProcessGroupSums, SharedMemorySums
@@ -30,7 +37,7 @@ from impls.native.parts.direct_gradients import Place, write_directly
 from impls.native.parts.flat_memory import copy_into
 from impls.native.parts.flat_optimizer import FlatOptimizer
 from impls.native.parts.order_of_use import order_of_use
-from impls.native.parts.synchronised_batch_norm import synchronise_batch_norm
+from impls.native.parts.synchronised_batch_norm import summed_bytes, synchronise_batch_norm
 
 Reduction = Literal["all_reduce", "ring", "parameter_server"]
 Transport = Literal["process_group", "shared_memory"]
@@ -68,12 +75,17 @@ class NativeDataParallel(Implementation):
     def predicted_wire_bytes(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> int | None:
-        """2(n-1)/n of the gradient bytes for a ring; (n-1) times them for the parameter server itself."""
-        states = replicated_state_bytes(parameters, workload.precision, workload.training.optimizer)
-        whole, ranks = states["gradients"], layout.data
+        """2(n-1)/n of the gradient bytes for a ring, (n-1) times them for the parameter server itself; then what the
+        first rank sends of its buffers, and the sums of synchronised BatchNorm."""
+        ranks = layout.data
+        gradients = replicated_state_bytes(parameters, workload.precision, workload.training.optimizer)["gradients"]
+        summed, served = gradients, 0
         if options.get("reduction") == "parameter_server" and options.get("transport") != "shared_memory":
-            return (ranks - 1) * whole
-        return 2 * (ranks - 1) * whole // ranks
+            summed, served = 0, (ranks - 1) * gradients
+        if workload.synchronise_batch_norm:
+            sums = summed_bytes(workload.model_without_memory(), workload.precision.compute)
+            summed += workload.training.num_micro_batches * sums
+        return all_reduce_wire_bytes(summed, ranks) + served + broadcast_wire_bytes(workload.buffer_bytes(), ranks)
 
     def __init__(
         self,
@@ -94,20 +106,21 @@ class NativeDataParallel(Implementation):
             if value not in choices:
                 raise ValueError(f"native.ddp: {name} must be one of {', '.join(choices)}, got {value!r}")
         self.workload = workload
+        self.device = device
         self.transport_fallback = shared_memory.why_not(mesh, device) if transport == "shared_memory" else None
         self.transport = "process_group" if self.transport_fallback else transport
         self.group = mesh.group("data")
         self.module = workload.build_model().to(device)
         self._refuse_sparse()
-        if workload.synchronise_batch_norm:
-            synchronise_batch_norm(self.module, mesh.group("data", lane=1))
         self.parameters = dict(self.module.named_parameters())
-        self._buffers = list(self.module.buffers())
+        self._buffers = _places_of_buffers(self.module)
         self.num_updates = 0
 
         by_name = {p.name: p for p in logical_parameters(self.module, workload.decays) if p.trainable}
         sample = workload.batch(0, data_rank=mesh.coordinates.data, data_degree=layout.data).micro_batches[0]
         used = [by_name[name] for name in order_of_use(self.module, sample.inputs) if name in by_name]
+        if workload.synchronise_batch_norm:
+            synchronise_batch_norm(self.module, mesh.group("data", lane=1))
         plans = plan_buckets(used[::-1], bucket_bytes)
         self.sums = self._make_sums(plans, mesh, device, reduction)
         self.buckets = [
@@ -127,8 +140,10 @@ class NativeDataParallel(Implementation):
             write_directly(self.module, places)
 
     def train_step(self, batch: Batch) -> StepOutput:
-        loss_sum, num_tokens = torch.zeros((), dtype=torch.float64), 0
+        loss_sum, num_tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0
         self._next_to_reduce = 0
+        if not self.num_updates:
+            self._check_parameters()
         for bucket in self.buckets:
             bucket.start_step()
         for index, micro_batch in enumerate(batch.micro_batches):
@@ -192,7 +207,7 @@ class NativeDataParallel(Implementation):
         for index, bucket in enumerate(self.buckets):
             if not self.workload.training.checks_norm:
                 self.sums.collect(index)
-            scale = bucket.optimizer.scale_left_in_gradients
+            scale = bucket.scale_left
             for name, view in bucket.gradient_views.items():
                 if name not in bucket.unused:
                     full[name] = view.cpu().clone() if scale is None else (view * scale).cpu()
@@ -200,17 +215,12 @@ class NativeDataParallel(Implementation):
         return full
 
     def full_parameters(self) -> dict[str, Tensor]:
+        self._check_parameters()
         full = {name: parameter.detach().cpu().clone() for name, parameter in self.parameters.items()}
         for bucket in self.buckets:
             for segment in bucket.plan.segments:
-                parameter = self.parameters[segment.parameter.name]
-                if parameter.numel() and parameter.data_ptr() != bucket.parameter_pointers[segment.parameter.name]:
-                    raise RuntimeError(
-                        f"parameter {segment.parameter.name} was replaced after native.ddp took it over: it is no "
-                        f"longer the tensor that is reduced and stepped"
-                    )
-                master = view_like(bucket.optimizer.master, segment, parameter)
-                full[segment.parameter.name] = master.cpu().clone()
+                name = segment.parameter.name
+                full[name] = view_like(bucket.optimizer.master, segment, self.parameters[name]).cpu().clone()
         return full
 
     def facts(self) -> Mapping[str, str]:
@@ -219,7 +229,7 @@ class NativeDataParallel(Implementation):
 
     def replicated_tensors(self) -> Iterable[Tensor]:
         yield from self.module.parameters()
-        yield from self._buffers
+        yield from self.module.buffers()
         for bucket in self.buckets:
             yield from bucket.optimizer.state_tensors()
 
@@ -237,8 +247,7 @@ class NativeDataParallel(Implementation):
         self, plans: Sequence[BucketPlan], mesh: Mesh, device: torch.device, reduction: Reduction
     ) -> BucketSums:
         precision = self.workload.precision
-        in_parameters_dtype = precision.master is None or self.workload.fixed_dtypes
-        shapes = [(plan.num_elements, plan.dtype if in_parameters_dtype else precision.gradient) for plan in plans]
+        shapes = [(plan.num_elements, precision.gradient if precision.master else plan.dtype) for plan in plans]
         if self.transport == "shared_memory":
             timeout = _COLLECTIVE_TIMEOUT_SECONDS
             return SharedMemorySums(
@@ -246,6 +255,18 @@ class NativeDataParallel(Implementation):
             )
         composed = {"ring": ring_all_reduce, "parameter_server": parameter_server_all_reduce}.get(reduction)
         return ProcessGroupSums(shapes, self.group, device, composed)
+
+    def _check_parameters(self) -> None:
+        """A parameter put in the place of one taken over would train on its own, or not at all, in silence."""
+        current = dict(self.module.named_parameters())
+        for bucket in self.buckets:
+            for name, pointer in bucket.parameter_pointers.items():
+                parameter = current.get(name)
+                if parameter is not self.parameters[name] or (parameter.numel() and parameter.data_ptr() != pointer):
+                    raise RuntimeError(
+                        f"parameter {name} was replaced after native.ddp took it over: it is no longer the tensor "
+                        f"that is reduced and stepped"
+                    )
 
     def _refuse_sparse(self) -> None:
         for name, module in self.module.named_modules():
@@ -293,12 +314,27 @@ class NativeDataParallel(Implementation):
         self.sums.start(index)
 
     def _broadcast_buffers(self) -> None:
-        """Rank 0's buffers win, once per step."""
-        root = dist.get_global_rank(self.group, 0)
-        works = [dist.broadcast(buffer, src=root, group=self.group, async_op=True) for buffer in self._buffers]
-        for work in works:
+        """The first rank's buffers win, once per step."""
+        in_flight = []
+        for module, name in self._buffers:
+            buffer = module.get_buffer(name)
+            sent = buffer.contiguous()  # a collective takes a buffer's memory for its elements in order
+            work = dist.broadcast(sent, group=self.group, group_src=0, async_op=True)
+            in_flight.append((work, buffer, sent))
+        for work, buffer, sent in in_flight:
             assert work is not None
             work.wait()
+            if sent is not buffer:
+                buffer.copy_(sent)
+
+
+def _places_of_buffers(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Where each buffer of `model` is found, once: a module may put a new tensor there in any forward."""
+    found: dict[Tensor, tuple[nn.Module, str]] = {}
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            found.setdefault(buffer, (module, name))
+    return list(found.values())
 
 
 class _Bucket:
@@ -315,7 +351,7 @@ class _Bucket:
         self.plan = plan
         self.gradients = gradients
         flat = flatten_parameters(plan, parameters, device)
-        self.optimizer = FlatOptimizer(plan, flat, workload.training, workload.precision)
+        self.optimizer = FlatOptimizer(plan, flat, workload.training, workload.precision.master)
         self.gradient_views = {
             segment.parameter.name: view_like(gradients, segment, parameters[segment.parameter.name])
             for segment in plan.segments
@@ -328,10 +364,12 @@ class _Bucket:
         self.unused: set[str] = set()
         self.num_awaited = len(plan.segments)
         self.pieces: Sequence[Piece] = ()
+        self.scale_left: Tensor | None = None  # by which clipping has divided the gradients
 
     def start_step(self) -> None:
         self.filled.clear()
         self.unused = set()
+        self.scale_left = None
         self.num_awaited = len(self.plan.segments)
 
     def mark_unused(self) -> None:
@@ -350,7 +388,9 @@ class _Bucket:
         self.unused = {s.parameter.name for s in locally_unused if self._is_marked(s)}
 
     def update(self, learning_rate: float, gradient_scale: Tensor | None = None) -> None:
-        self.optimizer.step(self.pieces, learning_rate, gradient_scale=gradient_scale, unused=self.unused)
+        self.scale_left = self.optimizer.step(
+            self.pieces, learning_rate, gradient_scale=gradient_scale, unused=self.unused
+        )
 
     def _is_marked(self, segment: Segment) -> bool:
         if segment.start == segment.stop:

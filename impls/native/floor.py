@@ -39,12 +39,13 @@ class ComputeFloor(Implementation):
 
     def __init__(self, workload: Workload, layout: Layout, mesh: Mesh, device: torch.device) -> None:
         self.workload = workload
+        self.device = device
         self.module = workload.build_model().to(device)
         self.optimizer = RecipeOptimizer(self.module, workload)
 
     def train_step(self, batch: Batch) -> StepOutput:
         self.optimizer.clear_gradients()
-        loss_sum, num_tokens = torch.zeros((), dtype=torch.float64), 0
+        loss_sum, num_tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0
         for micro_batch in batch.micro_batches:
             with phase("forward"):
                 loss = self.workload.loss_sum(self.module, micro_batch)

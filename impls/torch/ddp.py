@@ -15,7 +15,13 @@ from harness.implementation import Implementation, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import RecipeOptimizer
-from harness.parameters import LogicalParameter, MemoryCategory, replicated_state_bytes
+from harness.parameters import (
+    LogicalParameter,
+    MemoryCategory,
+    all_reduce_wire_bytes,
+    broadcast_wire_bytes,
+    replicated_state_bytes,
+)
 from harness.workload import Batch, Workload
 
 
@@ -51,8 +57,12 @@ class TorchDataParallel(Implementation):
     def predicted_wire_bytes(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> int | None:
-        states = replicated_state_bytes(parameters, workload.precision, workload.training.optimizer)
-        return 2 * (layout.data - 1) * states["gradients"] // layout.data
+        """A ring's 2(n-1)/n of the gradient bytes, and of an int32 a parameter where it searches for unused ones; then
+        what the first rank sends of its buffers."""
+        summed = replicated_state_bytes(parameters, workload.precision, workload.training.optimizer)["gradients"]
+        if _finds_unused(workload, options.get("find_unused_parameters")):
+            summed += 4 * sum(parameter.trainable for parameter in parameters)
+        return all_reduce_wire_bytes(summed, layout.data) + broadcast_wire_bytes(workload.buffer_bytes(), layout.data)
 
     def __init__(
         self,
@@ -65,6 +75,7 @@ class TorchDataParallel(Implementation):
         find_unused_parameters: bool | None = None,
     ) -> None:
         self.workload = workload
+        self.device = device
         self.data_degree = layout.data
         self.module = workload.build_model().to(device)
         if workload.synchronise_batch_norm:
@@ -74,14 +85,12 @@ class TorchDataParallel(Implementation):
             self.module,
             process_group=mesh.group("data"),
             bucket_cap_mb=bucket_cap_mb,
-            find_unused_parameters=(
-                workload.leaves_parameters_unused if find_unused_parameters is None else find_unused_parameters
-            ),
+            find_unused_parameters=_finds_unused(workload, find_unused_parameters),
             gradient_as_bucket_view=True,
         )
 
     def train_step(self, batch: Batch) -> StepOutput:
-        loss_sum, num_tokens = torch.zeros((), dtype=torch.float64), 0
+        loss_sum, num_tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0
         self.optimizer.clear_gradients()
         last = len(batch.micro_batches) - 1
         for index, micro_batch in enumerate(batch.micro_batches):
@@ -115,3 +124,7 @@ class TorchDataParallel(Implementation):
             "gradients": self.optimizer.live_gradients(),
             "optimizer_states": self.optimizer.state_tensors(),
         }
+
+
+def _finds_unused(workload: Workload, asked_for: bool | None) -> bool:
+    return workload.leaves_parameters_unused if asked_for is None else asked_for

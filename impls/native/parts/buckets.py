@@ -40,11 +40,6 @@ class BucketPlan:
     def num_elements(self) -> int:
         return self.segments[-1].stop
 
-    @property
-    def num_decayed(self) -> int:
-        """How many leading elements belong to decayed parameters."""
-        return max((segment.stop for segment in self.segments if segment.parameter.decayed), default=0)
-
 
 def plan_buckets(parameters: Sequence[LogicalParameter], capacity_bytes: int) -> tuple[BucketPlan, ...]:
     """Fills buckets in the given order, each with one dtype and at most `capacity_bytes`; a larger parameter gets one
@@ -78,7 +73,7 @@ def view_like(flat: Tensor, segment: Segment, like: Tensor) -> Tensor:
     """The segment of `flat` with the shape of `like`, and with its strides where those are dense (a transposed or
     channels-last parameter keeps its memory layout)."""
     piece = flat[segment.start : segment.stop]
-    return piece.as_strided(like.shape, like.stride(), segment.start) if is_dense(like) else piece.view(like.shape)
+    return piece.as_strided(like.shape, like.stride()) if is_dense(like) else piece.view(like.shape)
 
 
 def flatten_parameters(plan: BucketPlan, parameters: dict[str, nn.Parameter], device: torch.device) -> Tensor:

@@ -4,8 +4,7 @@ all_reduce         the backend's own (gloo and NCCL: rings); 2(n-1)/n of the buf
 ring               ours over send and recv: n-1 steps of reduce-scatter, n-1 of all-gather (Patarasuk and Yuan 2009,
                    "Bandwidth optimal all-reduce algorithms for clusters of workstations"); the same bytes
 parameter_server   every rank sends its buffer to the first, which sums and sends the sum back: n-1 whole buffers
-                   leave the server (Li et al. 2014, "Scaling Distributed Machine
-                       Learning with the Parameter Server")
+                   leave the server (Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server")
 """
 
 from __future__ import annotations

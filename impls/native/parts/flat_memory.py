@@ -17,11 +17,15 @@ _HUGE_PAGE = 2 << 20
 
 
 def zeros(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(num_elements,) zeros; on the CPU, where they fill several huge pages, on memory that asks for such pages."""
+    """(num_elements,) zeros; on the CPU, where they fill several huge pages, on memory that asks for such pages.
+    MemoryError if there is none."""
     num_bytes = num_elements * dtype.itemsize
     if device.type != "cpu" or num_bytes < 2 * _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(num_elements, dtype=dtype, device=device)
-    mapped = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        mapped = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"a flat buffer needs {num_bytes} bytes: {error.strerror}") from error
     mapped.madvise(mmap.MADV_HUGEPAGE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
     return torch.frombuffer(mapped, dtype=dtype, count=num_elements, offset=-address % _HUGE_PAGE)

@@ -14,42 +14,45 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from harness.precision import Precision
 from harness.workload import Training
 from impls.native.parts import flat_memory
 from impls.native.parts.bucket_sums import Piece
-from impls.native.parts.buckets import BucketPlan
+from impls.native.parts.buckets import BucketPlan, Segment
 
 
 @dataclass(kw_only=True)
 class _Run:
-    """Elements [start, stop) of the bucket, stepped together. `num_steps` is the fused kernel's own step counter."""
+    """Elements [start, stop) of the bucket, stepped together. `num_steps` is the fused kernel's own step counter;
+    `names` are the parameters that lie there."""
 
     start: int
     stop: int
     weight_decay: float
     num_steps: Tensor
+    names: tuple[str, ...]
 
 
 class FlatOptimizer:
-    """Masters, moments and step counters of one bucket; `parameters` (num_elements,) is its flat parameter buffer."""
+    """Masters, moments and step counters of one bucket; `parameters` (num_elements,) is its flat parameter buffer,
+    `master` the dtype of the masters, None where the parameters themselves are stepped."""
 
-    def __init__(self, plan: BucketPlan, parameters: Tensor, training: Training, precision: Precision) -> None:
+    def __init__(
+        self, plan: BucketPlan, parameters: Tensor, training: Training, master: torch.dtype | None = None
+    ) -> None:
         self._plan = plan
         self._training = training
         self.parameters = parameters
-        has_masters = precision.master is not None and plan.dtype != precision.master
         self.master = parameters
-        if has_masters and precision.master is not None:
-            self.master = flat_memory.zeros(plan.num_elements, precision.master, parameters.device).copy_(parameters)
-        num_moments = 2 if training.optimizer == "adamw" else 1
+        if master is not None:
+            self.master = flat_memory.zeros(plan.num_elements, master, parameters.device).copy_(parameters)
+        num_moments = 2 if training.optimizer == "adamw" else int(training.momentum > 0)
         self.moments = [
             flat_memory.zeros(plan.num_elements, self.master.dtype, parameters.device) for _ in range(num_moments)
         ]
-        self.scale_left_in_gradients: Tensor | None = None
         self._per_parameter = False
-        bounds = [(0, plan.num_decayed, True), (plan.num_decayed, plan.num_elements, False)]
-        self._runs = [self._run(start, stop, decayed) for start, stop, decayed in bounds if start < stop]
+        decayed = [segment for segment in plan.segments if segment.parameter.decayed]
+        others = [segment for segment in plan.segments if not segment.parameter.decayed]
+        self._runs = [self._run(*segments) for segments in (decayed, others) if any(s.start < s.stop for s in segments)]
 
     @property
     def has_masters(self) -> bool:
@@ -69,24 +72,26 @@ class FlatOptimizer:
         *,
         gradient_scale: Tensor | None = None,
         unused: Collection[str] = (),
-    ) -> None:
+    ) -> Tensor | None:
         """One update from the pieces of `gradients`, which cover the bucket. With a `gradient_scale` they are divided
-        by it on the way: in place, except where masters make a copy of them first; `scale_left_in_gradients` tells.
-        The parameters named in `unused` are left alone, with their moments and step counts."""
+        by it on the way: in place, except where masters make a copy of them first. Returns the scale by which the
+        gradients have been divided for good, if any. The parameters named in `unused` are left alone, with their
+        moments and step counts."""
         if unused and not self._per_parameter:
             self._split()
-        runs = [run for run in self._runs if not unused or self._name_of(run) not in unused]
-        self.scale_left_in_gradients = None
+        runs = [run for run in self._runs if not unused or run.names[0] not in unused]
         if not runs:
-            return
+            return None
+        scale_left = None
         torch._foreach_add_([run.num_steps for run in runs], 1)
         for start, stop, values in gradients:
             in_masters_dtype = values.to(self.master.dtype)
             if gradient_scale is not None and in_masters_dtype is values:
-                self.scale_left_in_gradients = gradient_scale
+                scale_left = gradient_scale
             self._step_piece(runs, Piece(start, stop, in_masters_dtype), learning_rate, gradient_scale)
         if self.has_masters:
             self.parameters.copy_(self.master)
+        return scale_left
 
     def _step_piece(self, runs: list[_Run], piece: Piece, learning_rate: float, gradient_scale: Tensor | None) -> None:
         if gradient_scale is not None and piece.values.dtype != torch.float32:
@@ -121,7 +126,7 @@ class FlatOptimizer:
             torch._fused_sgd_(
                 cut(self.master),
                 cut(piece.values, piece.start),
-                cut(self.moments[0]),
+                cut(self.moments[0]) if self.moments else [],
                 weight_decay=weight_decay,
                 momentum=training.momentum,
                 lr=learning_rate,
@@ -149,21 +154,20 @@ class FlatOptimizer:
             grad_scale=gradient_scale,
         )
 
-    def _run(self, start: int, stop: int, decayed: bool) -> _Run:
-        decay = self._training.weight_decay if decayed else 0.0
-        num_steps = torch.zeros((), dtype=torch.float32, device=self.master.device)
-        return _Run(start=start, stop=stop, weight_decay=decay, num_steps=num_steps)
+    def _run(self, *segments: Segment) -> _Run:
+        """One run of adjacent segments that all decay, or none of which does."""
+        return _Run(
+            start=segments[0].start,
+            stop=segments[-1].stop,
+            weight_decay=self._training.weight_decay if segments[0].parameter.decayed else 0.0,
+            num_steps=torch.zeros((), dtype=torch.float32, device=self.master.device),
+            names=tuple(segment.parameter.name for segment in segments),
+        )
 
     def _split(self) -> None:
         """From two runs to one per parameter, each going on from the count of the run it was part of."""
-        counts = {run.weight_decay: run.num_steps for run in self._runs}
-        self._runs = []
-        for segment in self._plan.segments:
-            if segment.start < segment.stop:
-                run = self._run(segment.start, segment.stop, segment.parameter.decayed)
-                run.num_steps.copy_(counts[run.weight_decay])
-                self._runs.append(run)
+        counts = {name: run.num_steps for run in self._runs for name in run.names}
+        self._runs = [self._run(segment) for segment in self._plan.segments if segment.start < segment.stop]
+        for run in self._runs:
+            run.num_steps.copy_(counts[run.names[0]])
         self._per_parameter = True
-
-    def _name_of(self, run: _Run) -> str:
-        return next(s.parameter.name for s in self._plan.segments if (s.start, s.stop) == (run.start, run.stop))

@@ -14,11 +14,8 @@ def order_of_use(model: nn.Module, inputs: Tensor) -> list[str]:
     A forward pass on the meta device, which computes nothing and changes nothing, finds it; a model that cannot run
     there (its control flow depends on values), and any parameter the pass does not reach, keeps registration order.
     """
-    registered = [name for name, _ in model.named_parameters()]
-    owned = {
-        module: [f"{prefix}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=False)]
-        for prefix, module in model.named_modules()
-    }
+    registered = {parameter: name for name, parameter in model.named_parameters()}  # a tied one under its first name
+    owned = {module: [registered[p] for p in module.parameters(recurse=False)] for module in model.modules()}
     entered: dict[str, None] = {}
 
     def note(module: nn.Module, _: object) -> None:
@@ -31,8 +28,8 @@ def order_of_use(model: nn.Module, inputs: Tensor) -> list[str]:
         with torch.no_grad():
             functional_call(model, on_meta, (inputs.to("meta"),))
     except Exception:
-        return registered
+        return list(registered.values())
     finally:
         for hook in hooks:
             hook.remove()
-    return [name for name in entered if name in registered] + [name for name in registered if name not in entered]
+    return [*entered, *(name for name in registered.values() if name not in entered)]

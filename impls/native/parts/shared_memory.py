@@ -15,8 +15,9 @@ of a chunk sums it, so the sums are the same bits everywhere. Nothing is sent an
 owner must `reclaim` it: a slow peer may still be reading.
 
 [Note: Ordering] The flags are plain stores. x86 processors make stores visible in program order, so whoever sees the
-flag sees the data; other processors do not promise it, and `why_not` sends them to the process group. The memory file
-has no name: it ends with the last process that maps it, however that ends.
+flag sees the data (the C library fences the streaming stores of its memmove itself); other processors do not promise
+it, and `why_not` sends them to the process group. The memory file has no name: it ends with the last process that maps
+it, however that ends.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def why_not(mesh: Mesh, device: torch.device) -> str | None:
 
 class SharedBuffers:
     """The buffers of one rank and its view of its peers'. Collective over `group`, which exchanges only where the
-    memory lies. RuntimeError if a peer's memory cannot be mapped."""
+    memory lies. On all ranks alike: MemoryError if one has not enough, RuntimeError if a peer's cannot be mapped."""
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class SharedBuffers:
         self._epochs[index] += 1
         if self._observer is not None:
             own = self.own(index)
-            read = (self.num_ranks - 1) * (own.numel() * own.itemsize) * 2 // self.num_ranks
+            read = -(-2 * (self.num_ranks - 1) * own.numel() * own.itemsize // self.num_ranks)  # rounded up
             self._tickets[index] = self._observer.launched("all_reduce", self._ranks, own, read, "shared_memory")
         self._set(_Flag.PUBLISHED, index)
         self._unreduced.append(index)
@@ -190,12 +191,20 @@ class SharedBuffers:
                 continue
             time.sleep(_NAP_SECONDS)
             if time.monotonic() > deadline:
-                position, epoch = flag * self._num_buffers + index, self._epochs[index]
-                late = [self._ranks[rank] for rank, flags in enumerate(self._flags) if flags[position] < epoch]
-                raise TimeoutError(
-                    f"shared memory: rank {self._ranks[self.rank]} waited {self._timeout_seconds:.0f} s for "
-                    f"rank {', '.join(map(str, late))} to have {flag.name.lower()} buffer {index}"
-                )
+                raise TimeoutError(self._who_is_late(index))
+
+    def _who_is_late(self, index: int) -> str:
+        """Names the ranks that lag behind all others: who has not published keeps even this rank from reducing."""
+        epoch = self._epochs[index]
+        for flag in _Flag:
+            position = flag * self._num_buffers + index
+            late = [str(rank) for rank, flags in zip(self._ranks, self._flags, strict=True) if flags[position] < epoch]
+            if late:
+                break
+        return (
+            f"shared memory: rank {self._ranks[self.rank]} waited {self._timeout_seconds:g} s for "
+            f"rank {', '.join(late)} to have {flag.name.lower()} buffer {index}"
+        )
 
     def _is_null(self) -> bool:
         return self._observer is not None and self._observer.null
@@ -222,26 +231,36 @@ def _chunk_bounds(num_elements: int, itemsize: int, num_ranks: int) -> list[tupl
 def _map_everyone(size: int, group: dist.ProcessGroup) -> list[mmap.mmap]:
     """Creates this rank's memory file and maps those of all ranks, in rank order."""
     descriptor = os.memfd_create("meshmark")
+    maps: list[mmap.mmap] = []
     try:
-        os.posix_fallocate(descriptor, 0, size)  # a lack of memory shows here, not as a SIGBUS in the middle of a step
+        lack = None
+        try:
+            os.posix_fallocate(descriptor, 0, size)  # a lack of memory shows here, not as a SIGBUS in a later step
+        except OSError as error:
+            lack = f"rank {dist.get_rank()} needs {size} bytes for its gradients: {error.strerror}"
+        _raise_anyones(lack, MemoryError, group)
         places: list[Any] = [None] * group.size()
         dist.all_gather_object(places, (os.getpid(), descriptor), group=group)
-        maps: list[mmap.mmap] = []
-        problem: str | None = None
+        problem = None
         for pid, number in places:
             try:
                 with open(f"/proc/{pid}/fd/{number}", "r+b") as file:  # noqa: PTH123  not a path on a disk
                     maps.append(mmap.mmap(file.fileno(), size))
             except OSError as error:
-                problem = f"the memory of process {pid} cannot be mapped: {error}"
+                problem = f"the memory of process {pid} cannot be mapped by rank {dist.get_rank()}: {error}"
                 break
-        problems: list[Any] = [None] * group.size()  # nobody closes its file before all have mapped it
-        dist.all_gather_object(problems, problem, group=group)
-        if any(problems):
-            raise RuntimeError(f"shared memory: {next(filter(None, problems))}")
+        _raise_anyones(problem, RuntimeError, group)  # nobody closes its file before all have mapped it
         return maps
     finally:
         os.close(descriptor)
+
+
+def _raise_anyones(problem: str | None, kind: type[Exception], group: dist.ProcessGroup) -> None:
+    """Raises on every rank what went wrong on any: a rank that failed alone would leave its peers waiting."""
+    problems: list[Any] = [None] * group.size()
+    dist.all_gather_object(problems, problem, group=group)
+    if first := next(filter(None, problems), None):
+        raise kind(f"shared memory: {first}")
 
 
 def _tensor_at(mapped: mmap.mmap, offset: int, num_elements: int, dtype: torch.dtype) -> Tensor:

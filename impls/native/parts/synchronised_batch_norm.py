@@ -23,10 +23,23 @@ def synchronise_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> None:
             module.forward = functools.partial(_forward, module, group)  # type: ignore[method-assign]
 
 
+def summed_bytes(model: nn.Module, compute: torch.dtype) -> int:
+    """The bytes that a forward and a backward of a `model` in `compute` dtype sum over the ranks: two statistics a
+    channel and one count, and the gradients of all of these."""
+    channels = [module.num_features for module in model.modules() if isinstance(module, _BatchNorm)]
+    return sum(2 * (2 * num_channels + 1) for num_channels in channels) * _statistics_dtype(compute).itemsize
+
+
+def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """A sample count above 256 is no bf16 number."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def _forward(module: _BatchNorm, group: dist.ProcessGroup, inputs: Tensor) -> Tensor:
     """inputs (samples, channels, ...): normalised over all but the channels, while training over all ranks."""
     if not module.training:
         return type(module).forward(module, inputs)
+    dtype, inputs = inputs.dtype, inputs.to(_statistics_dtype(inputs.dtype))
     dims = [dim for dim in range(inputs.ndim) if dim != 1]
     shape = [1, -1, *[1] * (inputs.ndim - 2)]
     channels = inputs.shape[1]
@@ -46,9 +59,10 @@ def _forward(module: _BatchNorm, group: dist.ProcessGroup, inputs: Tensor) -> Te
         with torch.no_grad():
             module.num_batches_tracked.add_(1)
             momentum = 1.0 / float(module.num_batches_tracked) if module.momentum is None else module.momentum
-            module.running_mean.lerp_(mean.detach(), momentum)
-            module.running_var.lerp_(variance.detach() * (count / (count - 1)), momentum)
-    return normalised
+            unbiased = variance.detach() * (count / (count - 1))
+            module.running_mean.lerp_(mean.detach().to(module.running_mean.dtype), momentum)
+            module.running_var.lerp_(unbiased.to(module.running_var.dtype), momentum)
+    return normalised.to(dtype)
 
 
 class _SumOverRanks(torch.autograd.Function):

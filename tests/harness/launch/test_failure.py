@@ -1,0 +1,95 @@
+import signal
+
+import pytest
+
+from harness.launch.failure import Ending, Report, first_failure, too_late, waits_for_peers
+
+
+def raised(rank: int, at: float, error: str, *, out_of_memory: bool = False) -> Ending:
+    report = Report(at=at, error=error, traceback=f"traceback of {rank}", out_of_memory=out_of_memory)
+    return Ending(rank=rank, doing="timing 0/3", report=report)
+
+
+def died(rank: int, at: float, exit_code: int) -> Ending:
+    return Ending(rank=rank, doing="timing 0/3", died_at=at, exit_code=exit_code, log_tail=f"log of {rank}")
+
+
+ALIVE = Ending(rank=0, doing="timing 0/3")
+CLOSED = "RuntimeError: [..]/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:9"
+
+
+@pytest.mark.parametrize(
+    ("endings", "culprit", "reason"),
+    [
+        # The first of two that raised, whatever the order of ranks.
+        ([raised(0, 2.0, "ValueError: b"), raised(1, 1.0, "ValueError: a")], 1, "rank 1: ValueError: a"),
+        # An echo is told sooner than its cause.
+        ([raised(0, 1.0, CLOSED), raised(1, 3.0, "ValueError: a")], 1, "rank 1: ValueError: a"),
+        ([raised(0, 1.0, "TimeoutError: shared memory: rank 0 waited 60 s for rank 1"), raised(1, 3.0, "KeyError: 1")],
+         1, "rank 1: KeyError: 1"),
+        # Nothing but echoes: the first of them.
+        ([ALIVE, raised(1, 2.0, CLOSED), raised(2, 1.0, CLOSED)], 2, f"rank 2: {CLOSED}"),
+        # A death is noticed a little after its peers have raised.
+        ([raised(0, 1.0, "Error: odd words"), died(1, 1.2, 3)],
+         1, "rank 1 left with exit code 3 and no record during step (timing 0/3)"),
+        # A rank that dies long after another has raised is not the cause.
+        ([raised(0, 1.0, "ValueError: a"), died(1, 4.0, -9)], 0, "rank 0: ValueError: a"),
+        # A backend aborts its process when it loses a peer.
+        ([died(0, 1.0, -signal.SIGABRT), died(1, 1.1, 3)],
+         1, "rank 1 left with exit code 3 and no record during step (timing 0/3)"),
+        ([ALIVE, died(1, 1.0, -signal.SIGKILL)], 1, "rank 1 was killed by SIGKILL during step (timing 0/3)"),
+        ([died(0, 1.0, -200)], 0, "rank 0 was killed by signal 200 during step (timing 0/3)"),
+    ],
+)  # fmt: skip
+def test_first_failure(endings: list[Ending], culprit: int, reason: str) -> None:
+    failure = first_failure(endings, "step")
+    assert (failure.status, failure.culprit, failure.reason) == ("failed", culprit, reason)
+    assert failure.traceback in (f"traceback of {culprit}", f"log of {culprit}")
+
+
+def test_running_out_of_memory_is_a_status_of_its_own() -> None:
+    assert first_failure([raised(0, 1.0, "MemoryError: ", out_of_memory=True)], "step").status == "out of memory"
+
+
+def stack(*frames: str) -> str:
+    lines = [f'  File "{path}", line 1 in {function}' for path, _, function in (f.rpartition(":") for f in frames)]
+    return "\n".join(["Current thread 0x00007f (most recent call first):", *lines])
+
+
+IN_COLLECTIVE = stack("/lib/torch/distributed/distributed_c10d.py:all_reduce", "/impl.py:train_step")
+
+
+@pytest.mark.parametrize(
+    ("frames", "waits"),
+    [
+        (["/lib/torch/distributed/distributed_c10d.py:all_reduce", "/impl.py:train_step"], True),
+        (["/parts/flags.py:<genexpr>", "/parts/flags.py:_until_all", "/parts/flags.py:wait"], True),
+        (["/lib/torch/autograd/graph.py:_engine_run_backward"], True),
+        (["/impl.py:hook", "/lib/torch/autograd/graph.py:_engine_run_backward"], False),
+        (["/impl.py:train_step", "/harness/worker.py:main"], False),
+        ([], False),
+    ],
+)
+def test_who_waits_for_peers(frames: list[str], waits: bool) -> None:
+    assert waits_for_peers(stack(*frames)) is waits
+
+
+def silent(rank: int, where: str, *, stopped: bool = False) -> Ending:
+    return Ending(rank=rank, doing="timing 1/3", stack=where, stopped=stopped, log_tail="log")
+
+
+def test_too_late() -> None:
+    busy = stack("/impl.py:spin")
+    hangs = too_late([silent(0, IN_COLLECTIVE), silent(1, busy)], "step", 2.5)
+    assert (hangs.status, hangs.culprit, hangs.traceback) == ("timed out", 1, busy)
+    assert hangs.reason == (
+        "rank 1 hangs: no answer to step within the deadline of 2.5 s (rank 0 timing 1/3; rank 1 timing 1/3)"
+    )
+    stopped = too_late([silent(0, busy), silent(1, "", stopped=True)], "step", 2.5)
+    assert (stopped.culprit, stopped.traceback) == (1, "log")
+    assert stopped.reason.startswith("rank 1 is stopped: ")
+    answered = Ending(rank=0, doing="timing 1/3", answered=True, stack=busy)
+    assert too_late([answered, silent(1, IN_COLLECTIVE)], "step", 2.5).culprit == 1
+    nobody = too_late([silent(0, IN_COLLECTIVE), silent(1, IN_COLLECTIVE)], "step", 2.5)
+    assert nobody.culprit is None
+    assert nobody.traceback == f"rank 0:\n{IN_COLLECTIVE}\nrank 1:\n{IN_COLLECTIVE}"

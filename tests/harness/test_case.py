@@ -1,0 +1,99 @@
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from harness.case import Case, Measurement, Suite
+from harness.layout import Layout
+from harness.topology import Topology
+
+CASE = Case(
+    workload="gpt:size=17m",
+    implementation="native.ddp",
+    layout=Layout(data=2),
+    options={"transport": "shared_memory", "bucket_bytes": 1000},
+)
+
+
+def test_the_id_is_the_same_in_every_session() -> None:
+    # Results of past sessions are found by it: whoever changes this breaks their history.
+    assert CASE.id == "native.ddp-data2-" + CASE.id[-10:]
+    assert Case(workload="gpt", implementation="reference").id == "reference-single-8e0bb0a5b8"
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        {"deadline_seconds": 7.0},
+        {"measurement": Measurement(timed_steps=3, rounds=9)},
+        {"role": "peer"},
+        {"options": {"bucket_bytes": 1000, "transport": "shared_memory"}},
+        {"topology": Topology(ranks_per_node=2)},
+    ],
+)
+def test_how_it_is_measured_and_written_is_no_part_of_the_id(same: dict[str, Any]) -> None:
+    assert replace(CASE, **same).id == CASE.id
+
+
+def test_what_it_trains_is() -> None:
+    others: list[dict[str, Any]] = [
+        {"workload": "gpt:size=30m"},
+        {"implementation": "torch.ddp"},
+        {"layout": Layout(tensor=2)},
+        {"topology": Topology(num_nodes=2, ranks_per_node=1)},
+        {"topology": Topology(ranks_per_node=2, delay_ms=1.0)},
+        {"options": {"transport": "shared_memory", "bucket_bytes": 1001}},
+        {"options": {}},
+        {"precision": "bf16"},
+    ]
+    ids = [CASE.id, *(replace(CASE, **other).id for other in others)]
+    assert len(set(ids)) == len(ids)
+
+
+def test_an_id_is_a_plain_file_name() -> None:
+    name = replace(CASE, implementation="my dir/impl.py:Class", layout=Layout(data=2, tensor=2)).id
+    assert "data2-tensor2" in name
+    assert not set(name) & set("/ :=")
+
+
+def test_json_and_back() -> None:
+    assert Case.from_json(CASE.to_json()) == replace(CASE, topology=Topology(ranks_per_node=2))
+    assert Case.from_json(CASE.to_json()).id == CASE.id
+    assert CASE.label == "native.ddp transport=shared_memory bucket_bytes=1000"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"role": "rival"}, "case: role must be one of subject, peer, floor, reference, got 'rival'"),
+        ({"layout": "data=2"}, "case: layout must be a Layout, got 'data=2'"),
+        ({"deadline_seconds": 0}, "case: deadline_seconds must be above 0, got 0"),
+        ({"topology": Topology(ranks_per_node=3)}, "case: layout data=2 needs 2 ranks, topology 1x3 has 3"),
+    ],
+)
+def test_bad_cases(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        replace(CASE, **values)
+    assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"timed_steps": -1}, "measurement: timed_steps must be an integer of at least 0, got -1"),
+        ({"rounds": True}, "measurement: rounds must be an integer of at least 0, got True"),
+        ({"rounds": 0}, "measurement: timed_steps need at least one round, got rounds 0"),
+        ({"parity_steps": 2}, "measurement: parity_steps must be 0 or at least 3, got 2"),
+    ],
+)
+def test_bad_measurements(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        Measurement(**values)
+    assert str(raised.value) == message
+
+
+def test_a_suite_holds_every_case_once() -> None:
+    with pytest.raises(ValueError, match="suite 'empty': expected at least one case, got none"):
+        Suite(name="empty", cases=())
+    with pytest.raises(ValueError, match="suite 'twice': the same case twice: native.ddp"):
+        Suite(name="twice", cases=(CASE, replace(CASE, role="peer")))

@@ -1,0 +1,95 @@
+from typing import Any
+
+import pytest
+
+from harness.case import Case
+from harness.layout import Layout
+from harness.ratios import ratio_rows
+from harness.result import Result
+from harness.topology import Topology
+
+
+def timed(name: str, role: str, rounds: list[list[float]], **others: Any) -> Result:
+    """One rank's step seconds, by round."""
+    samples = {"step_seconds": [[s for seconds in rounds for s in seconds]], "steps_per_round": len(rounds[0])}
+    case: dict[str, Any] = {"workload": "gpt", "implementation": name, "role": role, "layout": Layout(data=2)}
+    case |= others.pop("case", {})
+    return Result(**{"case": Case(**case), "status": "ok", "strategy": "ddp", "samples": samples, **others})
+
+
+OURS = timed("native", "subject", [[3.0, 3.0], [3.0, 3.0], [6.0, 6.0], [3.0, 3.0]])
+FAST = timed("torch", "peer", [[4.0, 4.0], [4.0, 4.0], [4.0, 4.0], [4.0, 4.0]])
+SLOW = timed("deepspeed", "peer", [[8.0, 8.0], [8.0, 8.0], [8.0, 8.0], [8.0, 8.0]])
+FLOOR = timed("floor", "floor", [[2.0, 2.0], [2.0, 2.0], [2.0, 2.0], [2.0, 2.0]], strategy="none")
+
+
+def rows_of(*results: Result) -> dict[str, dict[str, Any]]:
+    return {row["implementation"]: row for row in ratio_rows(results)}
+
+
+def test_ratios_by_hand() -> None:
+    rows = rows_of(OURS, FAST, SLOW, FLOOR)
+    assert list(rows) == ["native", "torch", "deepspeed"]
+    assert rows["native"] == {
+        "strategy": "ddp",
+        "workload": "gpt",
+        "layout": "data=2",
+        "topology": "1x2",
+        "precision": "fp32",
+        "world_size": 2,
+        "implementation": "native",
+        "role": "subject",
+        "best_peer": "torch",
+        "median_seconds": 3.0,
+        "best_peer_seconds": 4.0,
+        "floor_seconds": 2.0,
+        "ratio": 0.75,
+        "floor_ratio": 1.5,
+        "overhead_ratio": 0.5,
+        "rounds": 4,
+        # Rounds 0.75, 0.75, 0.75, 1.5: quartiles 0.75 and 0.75 + 0.75 * 0.75 (Hyndman and Fan's sixth).
+        "spread": pytest.approx(0.5625),
+    }
+    assert (rows["torch"]["ratio"], rows["torch"]["spread"]) == (1.0, 0.0)
+    assert (rows["deepspeed"]["ratio"], rows["deepspeed"]["overhead_ratio"]) == (2.0, 3.0)
+
+
+def test_the_slowest_rank_counts() -> None:
+    two_ranks = {"step_seconds": [[1.0, 1.0], [3.0, 5.0]], "steps_per_round": 1}
+    assert rows_of(timed("native", "subject", [[1.0]], samples=two_ranks), FAST)["native"]["ratio"] == 1.0
+
+
+def test_without_a_floor_nothing_is_said_about_it() -> None:
+    row = rows_of(OURS, FAST)["native"]
+    assert (row["floor_seconds"], row["floor_ratio"], row["overhead_ratio"]) == (None, None, None)
+
+
+def test_a_peer_that_is_not_above_the_floor_has_no_overhead_to_compare_with() -> None:
+    row = rows_of(OURS, FAST, timed("floor", "floor", [[4.0]], strategy="none"))["native"]
+    assert (row["floor_ratio"], row["overhead_ratio"]) == (0.75, None)
+
+
+def test_one_round_has_no_spread() -> None:
+    row = rows_of(timed("native", "subject", [[3.0]]), timed("torch", "peer", [[4.0]]))["native"]
+    assert (row["rounds"], row["spread"], row["ratio"]) == (1, None, 0.75)
+
+
+def test_only_like_is_compared_with_like() -> None:
+    assert rows_of(OURS) == {}
+    for other in (
+        {"strategy": "zero"},
+        {"case": {"workload": "llama"}},
+        {"case": {"precision": "bf16"}},
+        {"case": {"layout": Layout(data=4)}},
+        {"case": {"topology": Topology(num_nodes=2, ranks_per_node=1)}},
+        {"case": {"topology": Topology(ranks_per_node=2, delay_ms=5.0)}},
+    ):
+        assert rows_of(OURS, timed("torch", "peer", [[4.0]], **other)) == {}, other
+
+
+def test_a_failed_case_takes_no_part_but_one_that_diverged_is_shown() -> None:
+    crashed = timed("deepspeed", "peer", [[1.0]], status="failed")
+    diverged = timed("native", "subject", [[3.0]], status="parity failed")
+    rows = rows_of(diverged, FAST, crashed)
+    assert list(rows) == ["native", "torch"]
+    assert rows["native"]["best_peer"] == "torch"

@@ -1,0 +1,183 @@
+"""Suites of cases that go wrong: each gets a result true to fact, leaves no rank, and the suite goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import runner
+from harness.case import Case, Measurement, Suite
+from harness.layout import Layout
+from harness.progress import SilentProgress
+from harness.result import RESULTS_FILE, Result, read
+
+FAULTY = Path(__file__).with_name("launch") / "faulty.py"
+TIMED = Measurement(parity_steps=0, warm_up_steps=1, timed_steps=2, rounds=6, communication_steps=0, memory_steps=0)
+
+
+def case(fault: str, world_size: int = 2, **others: Any) -> Case:
+    values: dict[str, Any] = {
+        "workload": "awkward:kind=unequal_tokens",
+        "implementation": f"{FAULTY}:{fault}",
+        "layout": Layout(data=world_size),
+        "measurement": TIMED,
+        "deadline_seconds": 60.0,
+    }
+    return Case(**{**values, **others})
+
+
+def ranks_of(case: Case) -> list[str]:
+    """The processes that write to the case's logs."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/fd/1"):
+        try:
+            if f"/{case.id}/" in str(path.readlink()):
+                found.append(path.parts[2])
+        except OSError:
+            continue
+    return found
+
+
+class Watched(SilentProgress):
+    """Sees at the end of every case that none of its ranks is left."""
+
+    def __init__(self) -> None:
+        self.started: list[Case] = []
+        self.left: list[str] = []
+
+    def case_started(self, case: Case) -> None:
+        self.started.append(case)
+
+    def case_finished(self, result: Result) -> None:
+        self.left += ranks_of(result.case)
+
+
+@pytest.fixture(scope="module")
+def side_by_side(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    """One interleaved suite of cases of which only two are sound, by the name of the fault."""
+    cases = (
+        case("Sound", role="subject"),
+        case("DiesInWarmUp", role="peer"),
+        case("Raises"),
+        case("Slow", role="peer", deadline_seconds=4.0),
+        case("NotFinite"),
+        case("Unsupported"),
+        case("NoLoss", measurement=Measurement(timed_steps=0, memory_steps=0, communication_steps=0)),
+        case("Talks", role="peer"),
+    )
+    progress = Watched()
+    directory = tmp_path_factory.mktemp("side_by_side")
+    results = runner.run(Suite(name="faults", cases=cases, interleaved=True), directory, progress=progress)
+    assert [result.case for result in results] == list(cases)
+    written = {result.case: (result.status, result.reason, result.metrics) for result in read(directory)}
+    assert written == {result.case: (result.status, result.reason, result.metrics) for result in results}
+    assert progress.left == []
+    rows = json.loads((directory / "ratios.json").read_text())
+    assert [row["implementation"].rpartition(":")[2] for row in rows] == ["Sound", "Talks"]
+    return {result.case.implementation.rpartition(":")[2]: result for result in results}
+
+
+@pytest.mark.parametrize("name", ["Sound", "Talks"])
+def test_what_is_sound_is_measured_beside_what_is_not(side_by_side: dict[str, Result], name: str) -> None:
+    result = side_by_side[name]
+    assert (result.status, result.reason, result.culprit, result.traceback) == ("ok", None, None, None)
+    assert [len(seconds) for seconds in result.samples["step_seconds"]] == [12, 12]
+    assert result.metrics["step.num_samples"] == 12.0
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "culprit", "reason"),
+    [
+        ("DiesInWarmUp", "failed", 1, "rank 1 left with exit code 3 and no record during warm_up (warming up 0/1)"),
+        ("Raises", "failed", 1, "rank 1: ValueError: the third bucket"),
+        ("Slow", "timed out", 1, "rank 1 hangs: no answer to time_steps within the deadline of 4 s"),
+        ("NotFinite", "failed", None, "not a finite number: cpu.seconds_per_step"),
+        ("Unsupported", "failed", None, "KeyError: 'tensor'"),
+        ("NoLoss", "failed", None, "ValueError: step 0: expected the loss on some rank, every rank answered none"),
+    ],
+)
+def test_a_failed_case_says_what_happened(
+    side_by_side: dict[str, Result], name: str, status: str, culprit: int | None, reason: str
+) -> None:
+    result = side_by_side[name]
+    assert (result.status, result.culprit) == (status, culprit)
+    assert result.reason is not None
+    assert result.reason.startswith(reason)
+    assert "\n" not in result.reason
+    assert result.traceback is not None or name in ("DiesInWarmUp", "NotFinite")
+
+
+def test_a_case_without_a_reference_fails_and_the_next_one_is_sound(tmp_path: Path) -> None:
+    cases = (case("Sound", workload=f"{FAULTY}:unbuildable"), case("Sound", world_size=1))
+    failed, sound = runner.run(Suite(name="s", cases=cases), tmp_path, progress=SilentProgress())
+    assert (failed.status, failed.culprit) == ("failed", None)
+    assert failed.reason == "the reference: rank 0: RuntimeError: no such layer"
+    assert "_cannot_be_built" in (failed.traceback or "")
+    assert sound.status == "ok"
+
+
+class Interrupts(Watched):
+    """Ctrl-C while a case is timed."""
+
+    def __init__(self, when: Callable[[Case, str], bool]) -> None:
+        super().__init__()
+        self.when = when
+
+    def phase(self, case: Case, text: str, done: int, total: int) -> None:
+        if self.when(case, text):
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_suite_is_resumed_where_it_was(tmp_path: Path) -> None:
+    first, second, broken = (case("Sound", 1), case("Sound", 2), case("LeavesWithThree"))
+    suite = Suite(name="s", cases=(first, second, broken))
+    with pytest.raises(KeyboardInterrupt):
+        runner.run(suite, tmp_path, progress=Interrupts(lambda case, text: case == second and text == "timing"))
+    assert ranks_of(second) == []
+    assert [result.case for result in read(tmp_path)] == [first]
+
+    with (tmp_path / RESULTS_FILE).open("a") as file:
+        file.write('{"case": {"id": "torn')
+    with pytest.raises(ValueError, match="holds results already"):
+        runner.run(suite, tmp_path, progress=SilentProgress())
+    for expected in ([second, broken], [broken]):  # what failed is tried again
+        progress = Watched()
+        results = runner.run(suite, tmp_path, progress=progress, resume=True)
+        assert progress.started == expected
+        assert [(result.case, result.status) for result in results] == [
+            (first, "ok"), (second, "ok"), (broken, "failed"),
+        ]  # fmt: skip
+        assert {result.case: result.status for result in read(tmp_path)} == {r.case: r.status for r in results}
+        assert {result.suite_run for result in results} == {read(tmp_path)[0].suite_run}
+
+
+def test_a_full_disk_ends_the_run_with_its_reason_and_no_rank_left(tmp_path: Path) -> None:
+    (tmp_path / RESULTS_FILE).symlink_to("/dev/full")
+    cases = (case("Sound", 1), case("Sound", 2))
+    with pytest.raises(OSError, match=r"cannot write a result: No space left on device: .*results\.jsonl"):
+        runner.run(Suite(name="s", cases=cases, interleaved=True), tmp_path, progress=SilentProgress())
+    assert [ranks_of(each) for each in cases] == [[], []]
+
+
+def test_memory_does_not_depend_on_what_ran_before(tmp_path: Path) -> None:
+    measurement = Measurement(parity_steps=0, timed_steps=0, communication_steps=0, memory_steps=1)
+    cases = [case("Sound", implementation=name, measurement=measurement) for name in ("native.ddp", "torch.ddp")]
+    peaks = []
+    for number, order in enumerate((cases, cases[::-1])):
+        results = runner.run(Suite(name="s", cases=tuple(order)), tmp_path / str(number), progress=SilentProgress())
+        assert [result.status for result in results] == ["ok", "ok"]
+        peaks.append({r.case: r.metrics["memory.peak_allocated_bytes.max_rank"] for r in results})
+    assert peaks[0] == peaks[1]
+    assert len(set(peaks[0].values())) == 2
+
+
+def test_cases_are_timed_side_by_side_with_their_like_only() -> None:
+    like = [case("Sound"), case("Slow")]
+    others = [case("Sound", 1), case("Sound", precision="bf16"), case("Sound", workload="gpt:size=tiny")]
+    mixed = (like[0], *others, like[1])
+    assert runner._groups(Suite(name="s", cases=mixed, interleaved=True)) == [like, *([other] for other in others)]
+    assert runner._groups(Suite(name="s", cases=mixed)) == [[each] for each in mixed]

@@ -1,0 +1,46 @@
+from typing import Any
+
+import pytest
+
+from harness.topology import Topology
+
+
+def test_placement() -> None:
+    contiguous = Topology(num_nodes=2, ranks_per_node=3)
+    scattered = Topology(num_nodes=2, ranks_per_node=3, placement="scattered")
+    assert [contiguous.node_of(rank) for rank in range(6)] == [0, 0, 0, 1, 1, 1]
+    assert [scattered.node_of(rank) for rank in range(6)] == [0, 1, 0, 1, 0, 1]
+    assert contiguous.on_one_node((0, 1, 2))
+    assert not contiguous.on_one_node((2, 3))
+    assert scattered.on_one_node((1, 3, 5))
+    assert contiguous.on_one_node(())
+
+
+@pytest.mark.parametrize(
+    ("topology", "text"),
+    [
+        (Topology(ranks_per_node=4), "1x4"),
+        (Topology(num_nodes=2, ranks_per_node=2, link_mbits=100.0, delay_ms=2.5), "2x2 at 100 Mbit/s +2.5 ms"),
+        (Topology(num_nodes=2, ranks_per_node=2, placement="scattered"), "2x2 scattered"),
+    ],
+)
+def test_topologies_that_differ_read_differently(topology: Topology, text: str) -> None:
+    assert str(topology) == text
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_nodes": 0}, "topology: num_nodes must be a positive integer, got 0"),
+        ({"ranks_per_node": 1.5}, r"topology: ranks_per_node must be a positive integer, got 1\.5"),
+        ({"link_mbits": 0}, "topology: link_mbits must be above 0, got 0"),
+        ({"delay_ms": -1}, "topology: delay_ms must be 0 or more, got -1"),
+        ({"delay_ms": float("nan")}, "topology: delay_ms must be 0 or more, got nan"),
+        ({"placement": "random"}, "topology: placement must be one of .*, got 'random'"),
+    ],
+)
+def test_bad_topologies(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Topology(**{"ranks_per_node": 2, **values})
+    with pytest.raises(ValueError, match=r"rank must be in \[0, 2\) for 1 nodes, got 2"):
+        Topology(ranks_per_node=2).node_of(2)

@@ -1,0 +1,48 @@
+"""The suites that come with Meshmark hold what README promises of them."""
+
+from collections import defaultdict
+
+import pytest
+
+from harness import models, suites, validation
+from harness.case import Case
+
+
+@pytest.mark.parametrize("name", suites.names())
+def test_a_suite_can_run_as_it_is(name: str) -> None:
+    suite = suites.load(name)
+    assert suite.name == name
+    assert suite.description
+    validation.check(suite.cases)
+
+
+def test_smoke_holds_both_implementations_against_one_process_on_text_and_on_images() -> None:
+    cases = suites.load("smoke").cases
+    covered = {(models.load(case.workload).unit, case.implementation, case.world_size) for case in cases}
+    parallel = {(name, size) for name in ("native.ddp", "torch.ddp") for size in (2, 4)}
+    assert covered == {(unit, *row) for unit in ("tokens", "samples") for row in {("reference", 1), *parallel}}
+    assert all(case.measurement.parity_steps >= 3 and case.measurement.communication_steps for case in cases)
+
+
+def test_peers_compares_ours_over_both_transports_with_a_peer_and_the_floor_everywhere() -> None:
+    suite = suites.load("peers")
+    assert suite.interleaved
+    groups: dict[tuple[str, int], list[Case]] = defaultdict(list)
+    for case in suite.cases:
+        groups[case.workload, case.world_size].append(case)
+    assert sorted((models.load(name).training.global_batch_size, size) for name, size in groups) == [
+        (4, 2), (4, 4), (16, 2), (16, 4),
+    ]  # fmt: skip
+    for cases in groups.values():
+        roles = {role: {case.label for case in cases if case.role == role} for role in ("subject", "floor", "peer")}
+        assert roles["subject"] == {"native.ddp", "native.ddp transport=shared_memory"}
+        assert roles["floor"] == {"native.floor"}
+        assert "torch.ddp" in roles["peer"]
+        assert len({case.measurement for case in cases}) == 1, "a comparison measures all of its members alike"
+        assert cases[0].measurement.rounds >= 4, "fewer rounds have no spread"
+
+
+def test_peers_trains_the_model_that_is_heavy_on_communication() -> None:
+    workload = models.load(suites.load("peers").cases[0].workload)
+    num_parameters = sum(parameter.numel() for parameter in workload.build_model().parameters())
+    assert 16e6 < num_parameters < 18e6
