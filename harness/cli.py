@@ -62,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # A usage error of typer; its class has moved between typer's versions.
         if not hasattr(error, "format_message"):
             raise
-        print(f"meshmark: {_one_line(error.format_message())}", file=sys.stderr)
+        message = error.format_message().replace("Value error, ", "")  # a word of typer's own for wrong choices
+        print(f"meshmark: {_one_line(message)}", file=sys.stderr)
         return BAD_INPUT
 
 
@@ -239,7 +240,9 @@ def upload(
 
     with _bad_input():
         read(directory)  # a missing or broken directory is said before MLflow is imported
-    print(tracking.upload(directory, tracking_uri=tracking_uri).message)
+    done = tracking.upload(directory, tracking_uri=tracking_uri)
+    print(done.message)
+    raise typer.Exit(1 if done.failed else 0)
 
 
 def _options(texts: Sequence[str]) -> dict[str, Any]:

@@ -187,7 +187,7 @@ def options_of(implementation: type[Any]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for kind in implementation.__mro__:
         if "__init__" in vars(kind):
-            parameters = inspect.signature(kind.__init__).parameters.values()
+            parameters = inspect.signature(vars(kind)["__init__"]).parameters.values()
             own = {p.name: p.default for p in parameters if p.name not in fixed and p.kind not in passed_on}
             options = own | options
             if all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in parameters):

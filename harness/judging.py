@@ -23,6 +23,10 @@ def judge(measured: MeasuredCase) -> None:
     if trajectory is None:
         return
     parity = held_against_reference(trajectory, measured.case, measured.references, measured.on_phase)
+    if parity.ok and measured.drifted:
+        ranks = ", ".join(map(str, measured.drifted))
+        reason = f"after the timed steps rank {ranks} no longer holds the bits that the first of its data group holds"
+        parity = replace(parity, ok=False, replicas_bit_equal=False, explanation=reason)
     if not parity.ok:
         measured.status, measured.reason = "parity failed", parity.explanation
     measured.parity = parity

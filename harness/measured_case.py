@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -54,6 +55,7 @@ class MeasuredCase:
     samples: dict[str, Any] = field(default_factory=dict)
     parity: Parity | None = None
     trajectory: Trajectory | None = None
+    drifted: list[int] = field(default_factory=list)  # ranks unlike the first of their data group after the timed steps
 
     def probe(self) -> None:
         """Finds out, before any process starts, whether the case can run here at all: if not, its status says so."""
@@ -61,6 +63,8 @@ class MeasuredCase:
             kind = implementation.load(self.case.implementation)
             workload = in_precision(models.load(self.case.workload), self.case.precision)
         except Exception as error:  # whatever a third-party library raises while it is imported
+            if not _is_of_a_library(error):
+                raise
             self.status, self.reason = "unavailable", f"{type(error).__name__}: {error}".splitlines()[0]
             return
         self.strategy = kind.strategy
@@ -95,8 +99,13 @@ class MeasuredCase:
         self.samples["tokens"] += answers[0]["global_num_tokens"]
 
     def finish_timing(self) -> None:
-        """Ends the clean launch and derives the figures of time."""
+        """Ends the clean launch, once its replicas have been compared for the last time, and derives the figures of
+        time."""
         assert self.launch is not None
+        if self.trajectory is not None:
+            checksums = self._command("replica_checksum")
+            groups = self.case.layout.groups("data")
+            self.drifted = [rank for group in groups for rank in group if checksums[rank] != checksums[group[0]]]
         self.launch.close()
         self.launch = None
         if not self.case.measurement.timed_steps:
@@ -204,3 +213,13 @@ class MeasuredCase:
     def _command(self, name: str, **arguments: Any) -> list[Any]:
         assert self.launch is not None
         return self.launch.command(name, self.on_phase, **arguments)
+
+
+def _is_of_a_library(error: BaseException) -> bool:
+    """Whether a third-party library is missing or broken. Where our own code or the user's is, nothing is harmless."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, ImportError) and error.name is not None:
+        return error.name.partition(".")[0] not in ("harness", "impls")
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and any(place in frames[-1].filename for place in ("site-packages", "dist-packages"))

@@ -23,6 +23,7 @@ STATUS_STYLES = {"ok": "green", "unsupported": "dim", "unavailable": "yellow"} |
 )
 MLFLOW_COMMAND = "mlflow ui --backend-store-uri sqlite:///mlflow.db"
 _MIB = 2**20
+_WHOSE = {"subject": "ours", "peer": "peer"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +123,6 @@ RATIO_MEANING = (
     "is faster. time / floor: over the same work without communication. overhead / peer: (own - floor) / (peer - "
     "floor). spread: between the quartiles of the rounds' own time / peer."
 )
-_WHOSE = {"subject": "ours", "peer": "peer"}
 
 
 def by_workload(results: Sequence[Result]) -> dict[str, list[Result]]:

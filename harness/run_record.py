@@ -116,6 +116,7 @@ def suite_record(suite_run: str, results: Sequence[Result], directory: Path | No
     """The record of a suite run: how many cases ended how, and the report and ratio table that lie in `directory`.
     ValueError if the ratio table is broken."""
     files = [directory / name for name in (REPORT_FILE, RATIOS_FILE)] if directory else []
+    artifacts = {path.name: path.read_text(encoding="utf-8") for path in files if path.is_file()}
     finished = all(result.status in HARMLESS for result in results)
     counts = {f"cases.{status}": sum(result.status == status for result in results) for status in get_args(Status)}
     name = next((result.suite for result in results if result.suite), "")
@@ -123,14 +124,22 @@ def suite_record(suite_run: str, results: Sequence[Result], directory: Path | No
         experiment=SUITES_EXPERIMENT,
         suite_run=suite_run,
         case_id="",
-        name=f"{name} {suite_run}".strip(),
-        tags=_tag_values({**_shared_tags(results), "status": "ok" if finished else "failed"}),
+        name=suite_run if suite_run.startswith(name) else f"{name} {suite_run}",
+        tags=_tag_values(
+            {**_shared_tags(results), "status": "ok" if finished else "failed", **_description(artifacts)}
+        ),
         metrics=_floats({"cases": len(results), **counts, **_ratio_metrics(directory)}),
-        artifacts={path.name: path.read_text(encoding="utf-8") for path in files if path.is_file()},
+        artifacts=artifacts,
         finished=finished,
         started=min(result.started for result in results),
         ended=max(result.started + result.duration_seconds for result in results),
     )
+
+
+def _description(artifacts: Mapping[str, str]) -> dict[str, str]:
+    """The report, where MLflow shows a run's description as Markdown; half a table would be worse than none."""
+    report = artifacts.get(REPORT_FILE, "")
+    return {"mlflow.note.content": report if len(report) <= MAX_TAG_LENGTH else f"See the artifact {REPORT_FILE}."}
 
 
 def _shared_tags(results: Sequence[Result]) -> dict[str, Any]:

@@ -49,6 +49,8 @@ _SETTINGS = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
+# By itself MLflow's UI guesses, and may open an experiment among prompts and traces.
+_EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
 _NOISY_LOGGERS = ("mlflow", "alembic", "urllib3")
 
 T = TypeVar("T")
@@ -173,7 +175,8 @@ def _experiment_id(client: Any, uri: str, name: str) -> str:
     found = client.get_experiment_by_name(name)
     if found is None:
         try:
-            return str(client.create_experiment(name, artifact_location=_artifact_location(uri, name)))
+            location = _artifact_location(uri, name)
+            return str(client.create_experiment(name, artifact_location=location, tags=_EXPERIMENT_TAGS))
         except Exception:
             found = client.get_experiment_by_name(name)  # Another writer may have been faster.
             if found is None:

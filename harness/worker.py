@@ -147,9 +147,9 @@ class Worker:
         return {str(name): str(value) for name, value in self.implementation.facts().items()}
 
     def parity(self, num_steps: int, path: str) -> dict[str, Any]:
-        """The first `num_steps` steps, watched. Losses are this rank's sums; rank 0 writes the full tensors."""
+        """The first `num_steps` steps. Losses are this rank's sums; rank 0 writes the full tensors. Only the steps whose
+        gradients are kept track the norm too: the later ones run exactly as timed steps do."""
         built = self._built()
-        built.tracks_gradient_norm = True
         keys = ("loss_sums", "global_num_tokens", "norms", "skipped", "rates", "checksums")
         record: dict[str, Any] = {key: [] for key in keys}
         gradients: dict[int, dict[str, Tensor]] = {}
@@ -157,6 +157,7 @@ class Worker:
         for index in range(num_steps):
             self.progress("parity", index, num_steps)
             batch = self._batch()
+            built.tracks_gradient_norm = index < _GRADIENT_STEPS
             output = built.train_step(batch)
             record["loss_sums"].append(None if output.loss_sum is None else float(output.loss_sum))
             record["global_num_tokens"].append(batch.global_num_tokens)
@@ -172,6 +173,10 @@ class Worker:
             full = {"starting_parameters": starting_parameters, "parameters": parameters, "buffers": buffers}
             torch.save({**full, "gradients": gradients}, path)
         return record
+
+    def replica_checksum(self) -> str:
+        """A digest of everything this rank must hold in common with the others of its data axis."""
+        return checksum(self._built().replicated_tensors())
 
     def warm_up(self, num_steps: int) -> int:
         """At least `num_steps` steps, and more while the slowest rank's time still moves; how many it took."""

@@ -196,6 +196,7 @@ class Workload:
         if not self.fixed_dtypes:
             model.to(self.precision.compute)
         if self.training.activation_checkpointing:
+            _refuse_batch_norm(model)
             for block in self.blocks(model):
                 # The instance attribute shadows the method: parameter names stay as they are.
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
@@ -271,6 +272,13 @@ class Workload:
         ]
         inputs, targets = torch.stack([s[0] for s in samples]), torch.stack([s[1] for s in samples])
         return inputs.to(self.dtype_in_training(inputs.dtype)), targets.to(self.dtype_in_training(targets.dtype))
+
+
+def _refuse_batch_norm(model: nn.Module) -> None:
+    """A recomputed forward would update the running statistics a second time."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+            raise ValueError(f"activation_checkpointing updates BatchNorm's running statistics twice; {name} has some")
 
 
 def _share(length: int, index: int, count: int) -> tuple[int, int]:

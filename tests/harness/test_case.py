@@ -95,5 +95,5 @@ def test_bad_measurements(values: dict[str, Any], message: str) -> None:
 def test_a_suite_holds_every_case_once() -> None:
     with pytest.raises(ValueError, match="suite 'empty': expected at least one case, got none"):
         Suite(name="empty", cases=())
-    with pytest.raises(ValueError, match="suite 'twice': the same case twice: native.ddp"):
+    with pytest.raises(ValueError, match=r"suite 'twice': the same case twice: native\.ddp"):
         Suite(name="twice", cases=(CASE, replace(CASE, role="peer")))

@@ -46,7 +46,7 @@ def results(directory: Path, *statuses: str) -> Path:
         (["run"], "Missing argument 'SUITE'"),
         (["run", "smoke", "--no-such-option"], "No such option: --no-such-option"),
         (["walk"], "No such command 'walk'"),
-        (["list", "everything"], "'everything' is not one of"),
+        (["list", "everything"], "Invalid value for '[suites|implementations|workloads]': 'everything' is not one of"),
         (["run", "no_such_suite"], "suite 'no_such_suite': expected one of"),
         (["run", "no_such_file.py"], "expected an existing Python file"),
         (["report", "no_such_directory"], "expected a results directory with results.jsonl, found none"),
@@ -135,10 +135,20 @@ def test_report_names_a_broken_line(capsys: pytest.CaptureFixture[str], tmp_path
     assert "results.jsonl, line 2: not a result" in capsys.readouterr().err
 
 
+def test_an_upload_that_did_not_arrive_fails_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    directory = str(results(tmp_path / "r", "ok"))
+    assert cli.main(["upload", directory, "--tracking-uri", "http://127.0.0.1:1"]) == 1
+    output = capsys.readouterr().out
+    assert "2 failed: " in output
+    assert f"`meshmark upload {directory}` sends them later" in output
+
+
 def test_list_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list"]) == 0
     output = capsys.readouterr().out
-    for expected in ("native.ddp", "available", "reduction=all_reduce", "convnet", "size=tiny|", *suites.names()):
+    for expected in (
+        "native.ddp", "available", "reduction=all_reduce | ring", "convnet", "size=tiny | ", *suites.names()
+    ):  # fmt: skip
         assert expected in output
 
 

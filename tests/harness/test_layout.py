@@ -64,5 +64,5 @@ def test_bad_layouts() -> None:
         Layout.parse("data=2 x=2")
     with pytest.raises(ValueError, match=r"rank must be in \[0, 2\) for layout data=2, got 2"):
         Layout(data=2).coordinates(2)
-    with pytest.raises(ValueError, match="axis must be one of data, .*, got 'depth'"):
+    with pytest.raises(ValueError, match=r"axis must be one of data, .*, got 'depth'"):
         Layout().groups("depth")  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from rich.console import Console
 from harness.case import Case, Suite
 from harness.layout import Layout
 from harness.progress import PlainProgress, RichProgress, Row, clock, remaining_seconds, shown_on, tally, window
-from harness.result import Result
+from harness.result import Parity, Result
 
 CASES = tuple(
     Case(workload="gpt:size=tiny,tied=true", implementation=name, layout=Layout(data=data), options=options)
@@ -19,6 +19,18 @@ CASES = tuple(
 )
 SUITE = Suite(name="smoke", cases=CASES)
 OK = Result(case=CASES[0], status="ok", metrics={"throughput.tokens_per_second": 1234.5}, duration_seconds=2.0)
+PARITY = Parity(
+    ok=True,
+    lane="fp32",
+    loss_max_relative=0.0,
+    gradient_norm_max_relative=0.0,
+    gradient_max_relative=0.0,
+    parameter_max_relative=0.0,
+    worst_parameter=None,
+    first_bad_step=None,
+    explanation=None,
+    replicas_bit_equal=True,
+)
 FAILED = Result(case=CASES[1], status="failed", reason="RuntimeError: gone\nand more", duration_seconds=3.25)
 
 
@@ -68,6 +80,16 @@ def test_the_live_table_fits_80_columns_with_one_line_a_case() -> None:
     assert "0:02" in rows[0]
     assert "timing 3/10" in rows[1]
     assert max(map(len, [heading, *rows])) <= 80
+
+
+def test_short_names_leave_their_room_to_the_figures() -> None:
+    progress = RichProgress(Console(file=io.StringIO(), width=80, height=24, force_terminal=True))
+    progress.case_finished(replace(OK, parity=PARITY))
+    progress.case_started(CASES[2])
+    progress.phase(CASES[2], "warming up", 12, 5)
+    _, first, second = rendered(progress)
+    assert "1,234 tokens/s, parity ok" in first
+    assert "warming up 12 " in second, "no 12/5: it takes as many as it needs"
 
 
 def test_a_case_outside_the_suite_gets_a_row_too() -> None:

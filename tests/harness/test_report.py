@@ -69,7 +69,10 @@ RATIOS = [
         "layout": "data=2",
         "world_size": 2,
         "implementation": "native.ddp transport=shared_memory",
+        "role": "subject",
         "best_peer": "torch.ddp",
+        "median_seconds": 0.3061,
+        "floor_seconds": 0.2943,
         "ratio": 0.8512,
         "floor_ratio": 1.04,
         "overhead_ratio": None,
@@ -77,6 +80,7 @@ RATIOS = [
         "spread": 0.012,
     }
 ]
+THEIRS = {**RATIOS[0], "implementation": "torch.ddp", "role": "peer", "ratio": 1.0, "overhead_ratio": 1.0}
 
 
 def shown(renderable: Any, width: int = 100) -> list[str]:
@@ -183,6 +187,33 @@ def test_the_terminal_report_fits(width: int) -> None:
     assert ("blocked" in text.split("parity failed:")[0]) == (width >= 140)
 
 
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_ratios_are_one_line_a_row_where_they_fit_and_ours_stand_out(width: int) -> None:
+    rows = [*RATIOS, THEIRS, {**RATIOS[0], "world_size": 4}]
+    (title,) = report.ratio_groups(rows)
+    assert title == "data_parallel, gpt:size=17m, fp32"
+    file = io.StringIO()
+    Console(file=file, width=width, force_terminal=True, color_system="standard").print(
+        report.text([], rows, Path("r"), width)
+    )
+    lines = file.getvalue().splitlines()
+    ours = [line for line in lines if "ours" in line]
+    assert len(ours) == 2
+    assert all("\x1b[1m" in line and "306" in line for line in ours)
+    (theirs,) = [line for line in lines if "peer" in line and "306" in line and "ours" not in line]
+    assert "\x1b[1m" not in theirs
+    (header,) = [line for line in lines if "whose" in line]
+    assert ("rounds" in header) == (width >= 120)
+    between = lines[lines.index(theirs) + 1 : lines.index(ours[1])]
+    assert [line.strip() for line in between] == [""], "two ranks and four stand apart"
+
+
+def test_the_floor_says_what_it_is_and_has_no_verdict() -> None:
+    case = replace(MEASURED.case, implementation="native.floor", options={}, role="floor")
+    row = markdown_rows([replace(MEASURED, case=case, parity=None)])["native.floor (floor) data=2"]
+    assert (row["parity"], row["status"]) == ("-", "ok")
+
+
 def test_numbers_are_right_aligned() -> None:
     lines = shown(report.table("t", [ALONE, MEASURED]))
     ends = {line.index(text) + len(text) for text in ("14,210", "7,000") for line in lines if text in line}
@@ -195,9 +226,7 @@ def test_workloads_have_tables_of_their_own_with_their_own_unit() -> None:
     assert text.count("| tokens/s |") == text.count("| samples/s |") == 1
     assert "```text\nTraceback:\n  x\n```" in text
     assert "No module named 'deepspeed'" in text
-    own = (
-        "| data_parallel | native.ddp transport=shared_memory | data=2 | 2 | torch.ddp | 0.851 | 1.04 | - | 7 | 0.012 |"
-    )
+    own = "| native.ddp transport=shared_memory | ours | 2 | 306 | 294 | torch.ddp | 0.851 | 1.04 | - | 0.012 | 7 |"
     assert own in text
 
 
@@ -209,7 +238,7 @@ def test_the_report_survives_the_results_file(tmp_path: Path) -> None:
     report.write(tmp_path, read(tmp_path))
     text = (tmp_path / "report.md").read_text()
     assert "loss nan" in text
-    assert "## Ratios: gpt:size=17m, fp32" in text
+    assert "## Ratios: data_parallel, gpt:size=17m, fp32" in text
 
 
 @pytest.mark.parametrize("content", ["[", "{}", '[{"ratio": 1}]', "[3]"])

@@ -114,5 +114,5 @@ def test_what_is_not_a_number_is_text_in_samples_and_refused_in_metrics(tmp_path
     assert replace_non_finite({"a": (math.nan, {"b": 2})}) == {"a": ["nan", {"b": 2}]}
     with pytest.raises(ValueError, match=r"metrics must be finite, got a\.b"):
         result(metrics={"a.b": math.nan, "c": 1.0})
-    with pytest.raises(ValueError, match="status must be one of ok, unsupported, .*, got 'fine'"):
+    with pytest.raises(ValueError, match=r"status must be one of ok, unsupported, .*, got 'fine'"):
         result(status="fine")

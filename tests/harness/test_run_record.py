@@ -201,6 +201,15 @@ def test_a_suite_run_with_its_report_and_ratio_table(tmp_path):
     name = "ddp native.ddp transport shm world 2 .a.mine.py:gpt:size 17m"
     ratios = {key: value for key, value in record.metrics.items() if "/" in key}
     assert ratios == {f"ratio/{name}": 0.86, f"floor_ratio/{name}": 1.04, f"rounds/{name}": 5}
-    assert record.artifacts["report.md"] == "# Peers"
+    assert record.artifacts["report.md"] == record.tags["mlflow.note.content"] == "# Peers"
     assert json.loads(record.artifacts["ratios.json"]) == [row]
     assert (record.started, record.ended) == (100.0, 105.0)
+    (tmp_path / "report.md").write_text("x" * 6000)
+    assert suite_record("s1", [result()], tmp_path).tags["mlflow.note.content"] == "See the artifact report.md."
+
+
+def test_a_suite_run_is_named_once():
+    assert [suite_record(name, [result(suite="smoke")], None).name for name in ("smoke-1", "night")] == [
+        "smoke-1",
+        "smoke night",
+    ]

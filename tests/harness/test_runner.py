@@ -72,9 +72,9 @@ def side_by_side(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     progress = Watched()
     directory = tmp_path_factory.mktemp("side_by_side")
     results = runner.run(Suite(name="faults", cases=cases, interleaved=True), directory, progress=progress)
-    assert [result.case for result in results] == list(cases)
-    written = {result.case: (result.status, result.reason, result.metrics) for result in read(directory)}
-    assert written == {result.case: (result.status, result.reason, result.metrics) for result in results}
+    assert [result.case.id for result in results] == [each.id for each in cases]
+    written = {result.case.id: (result.status, result.reason, result.metrics) for result in read(directory)}
+    assert written == {result.case.id: (result.status, result.reason, result.metrics) for result in results}
     assert progress.left == []
     rows = json.loads((directory / "ratios.json").read_text())
     assert [row["implementation"].rpartition(":")[2] for row in rows] == ["Sound", "Talks"]
@@ -94,7 +94,6 @@ def test_what_is_sound_is_measured_beside_what_is_not(side_by_side: dict[str, Re
     [
         ("DiesInWarmUp", "failed", 1, "rank 1 left with exit code 3 and no record during warm_up (warming up 0/1)"),
         ("Raises", "failed", 1, "rank 1: ValueError: the third bucket"),
-        ("Slow", "timed out", 1, "rank 1 hangs: no answer to time_steps within the deadline of 4 s"),
         ("NotFinite", "failed", None, "not a finite number: cpu.seconds_per_step"),
         ("Unsupported", "failed", None, "KeyError: 'tensor'"),
         ("NoLoss", "failed", None, "ValueError: step 0: expected the loss on some rank, every rank answered none"),
@@ -109,6 +108,14 @@ def test_a_failed_case_says_what_happened(
     assert result.reason.startswith(reason)
     assert "\n" not in result.reason
     assert result.traceback is not None or name in ("DiesInWarmUp", "NotFinite")
+
+
+def test_the_deadline_holds_over_all_rounds(side_by_side: dict[str, Result]) -> None:
+    """Each round takes a second, well within it."""
+    slow = side_by_side["Slow"]
+    assert slow.status == "timed out"
+    assert "within the deadline of 4 s" in (slow.reason or "")
+    assert "step.median_seconds" not in slow.metrics
 
 
 def test_a_case_without_a_reference_fails_and_the_next_one_is_sound(tmp_path: Path) -> None:
@@ -138,7 +145,7 @@ def test_an_interrupted_suite_is_resumed_where_it_was(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         runner.run(suite, tmp_path, progress=Interrupts(lambda case, text: case == second and text == "timing"))
     assert ranks_of(second) == []
-    assert [result.case for result in read(tmp_path)] == [first]
+    assert [result.case.id for result in read(tmp_path)] == [first.id]
 
     with (tmp_path / RESULTS_FILE).open("a") as file:
         file.write('{"case": {"id": "torn')
@@ -148,10 +155,10 @@ def test_an_interrupted_suite_is_resumed_where_it_was(tmp_path: Path) -> None:
         progress = Watched()
         results = runner.run(suite, tmp_path, progress=progress, resume=True)
         assert progress.started == expected
-        assert [(result.case, result.status) for result in results] == [
-            (first, "ok"), (second, "ok"), (broken, "failed"),
+        assert [(result.case.id, result.status) for result in results] == [
+            (first.id, "ok"), (second.id, "ok"), (broken.id, "failed"),
         ]  # fmt: skip
-        assert {result.case: result.status for result in read(tmp_path)} == {r.case: r.status for r in results}
+        assert {r.case.id: r.status for r in read(tmp_path)} == {r.case.id: r.status for r in results}
         assert {result.suite_run for result in results} == {read(tmp_path)[0].suite_run}
 
 
@@ -165,12 +172,15 @@ def test_a_full_disk_ends_the_run_with_its_reason_and_no_rank_left(tmp_path: Pat
 
 def test_memory_does_not_depend_on_what_ran_before(tmp_path: Path) -> None:
     measurement = Measurement(parity_steps=0, timed_steps=0, communication_steps=0, memory_steps=1)
-    cases = [case("Sound", implementation=name, measurement=measurement) for name in ("native.ddp", "torch.ddp")]
+    cases = [
+        case("Sound", data, implementation=name, measurement=measurement)
+        for name, data in (("native.ddp", 2), ("reference", 1))
+    ]
     peaks = []
     for number, order in enumerate((cases, cases[::-1])):
         results = runner.run(Suite(name="s", cases=tuple(order)), tmp_path / str(number), progress=SilentProgress())
         assert [result.status for result in results] == ["ok", "ok"]
-        peaks.append({r.case: r.metrics["memory.peak_allocated_bytes.max_rank"] for r in results})
+        peaks.append({r.case.id: r.metrics["memory.peak_allocated_bytes.max_rank"] for r in results})
     assert peaks[0] == peaks[1]
     assert len(set(peaks[0].values())) == 2
 
@@ -181,3 +191,23 @@ def test_cases_are_timed_side_by_side_with_their_like_only() -> None:
     mixed = (like[0], *others, like[1])
     assert runner._groups(Suite(name="s", cases=mixed, interleaved=True)) == [like, *([other] for other in others)]
     assert runner._groups(Suite(name="s", cases=mixed)) == [[each] for each in mixed]
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "reason"),
+    [
+        ("import nonesuch", "unavailable", "ModuleNotFoundError: No module named 'nonesuch'"),
+        ("from harness.layout import Plan", "failed", "cannot import name 'Plan'"),
+        ("Plan", "failed", "NameError: name 'Plan' is not defined"),
+        ("class Plan: pass", "failed", "expected a subclass of Implementation"),
+    ],
+)
+def test_a_missing_library_is_harmless_and_broken_code_is_not(
+    source: str, status: str, reason: str, tmp_path: Path
+) -> None:
+    file = tmp_path / f"{status}.py"
+    file.write_text(source)
+    cases = (case("", implementation=f"{file}:Plan"),)
+    (result,) = runner.run(Suite(name="s", cases=cases), tmp_path / "results", progress=SilentProgress())
+    assert result.status == status
+    assert reason in (result.reason or "")

@@ -298,3 +298,8 @@ def test_a_users_own_file_is_a_workload() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.2 * losses[0]
+
+
+def test_batch_norm_is_not_recomputed() -> None:
+    with pytest.raises(ValueError, match="running statistics twice"):
+        models.load("convnet:activation_checkpointing=true").build_model()

@@ -45,6 +45,16 @@ class DoubleAverage(NativeDataParallel):
         change_sums(self.sums, lambda values: values.div_(self.group.size()))
 
 
+class RightWhileWatched(NativeDataParallel):
+    """Reduces only while gradients are asked for: what is timed is not what is checked."""
+
+    def train_step(self, batch: Batch) -> StepOutput:
+        if not self.tracks_gradient_norm:
+            for index in range(len(self.buckets)):
+                leave_out(self.sums, index)
+        return super().train_step(batch)
+
+
 class MeanOfMeans(NativeDataParallel):
     """Every rank divides by its own count, then ranks are averaged alike."""
 

@@ -16,6 +16,7 @@ _MUTANTS = Path(__file__).with_name("mutants.py")
 _FAULTS = [
     # (mutant, awkward workload, options, what the explanation says)
     ("NoReduction", "unequal_tokens", {}, "rank 0's share alone: not reduced"),
+    ("RightWhileWatched", "unequal_tokens", {}, "parts at step 2"),
     ("DoubleAverage", "unequal_tokens", {}, "divided once more by the data degree (2)"),
     ("MeanOfMeans", "unequal_tokens", {}, "a mean of means over the data ranks"),
     ("MissingBucket", "unequal_tokens", {"bucket_bytes": 4000}, "the others are right"),
