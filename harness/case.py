@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
@@ -61,8 +63,11 @@ class Case:
             raise ValueError(f"case: role must be one of {', '.join(get_args(Role))}, got {self.role!r}")
         if not isinstance(self.layout, Layout):
             raise ValueError(f"case: layout must be a Layout, got {self.layout!r}")
-        if not self.deadline_seconds > 0:
-            raise ValueError(f"case: deadline_seconds must be above 0, got {self.deadline_seconds!r}")
+        if not isinstance(self.measurement, Measurement):
+            raise ValueError(f"case: measurement must be a Measurement, got {self.measurement!r}")
+        deadline = self.deadline_seconds
+        if not isinstance(deadline, int | float) or isinstance(deadline, bool) or not 0 < deadline < math.inf:
+            raise ValueError(f"case: deadline_seconds must be a finite number above 0, got {deadline!r}")
         if self.topology is not None and self.topology.world_size != self.layout.world_size:
             raise ValueError(
                 f"case: layout {self.layout} needs {self.layout.world_size} ranks, topology {self.topology} has "
@@ -133,6 +138,9 @@ class Suite:
     description: str = ""
 
     def __post_init__(self) -> None:
+        # It becomes part of a directory's name.
+        if not isinstance(self.name, str) or not re.fullmatch(r"[A-Za-z0-9._-]+", self.name):
+            raise ValueError(f"suite: name must be letters, digits, '-', '_' and '.' only, got {self.name!r}")
         if not self.cases:
             raise ValueError(f"suite {self.name!r}: expected at least one case, got none")
         seen: dict[str, Case] = {}

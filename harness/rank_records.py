@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from harness.launch.failure import LaunchFailed
 from harness.layout import Layout
 from harness.trajectory import Trajectory
 
@@ -18,6 +19,7 @@ def assemble(records: Sequence[dict[str, Any]], tensors: Path, layout: Layout) -
     A loss is the sum over the ranks that hold any, each once (the first tensor rank's), over the global token count.
     ValueError where no rank holds any.
     """
+    _refuse_disagreement(records)
     steps = range(len(records[0]["norms"]))
     losses = []
     for step in steps:
@@ -42,3 +44,12 @@ def assemble(records: Sequence[dict[str, Any]], tensors: Path, layout: Layout) -
         replica_checksums={rank: record["checksums"] for rank, record in enumerate(records)},
         replica_groups=layout.groups("data"),
     )
+
+
+def _refuse_disagreement(records: Sequence[dict[str, Any]]) -> None:
+    """LaunchFailed where ranks tell unlike things of what is the same for all."""
+    for rank, record in enumerate(records):
+        for name in ("norms", "skipped", "rates", "global_num_tokens"):
+            if repr(record[name]) != repr(records[0][name]):  # as text, in which two NaNs agree
+                reason = f"rank {rank} tells {name} {record[name]} where rank 0 tells {records[0][name]}"
+                raise LaunchFailed("failed", reason, rank)

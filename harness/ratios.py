@@ -15,8 +15,8 @@ def ratio_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
     """One row for each subject and peer of each comparison (same strategy, workload, layout, topology, precision).
 
     `ratio` is its median step over that of the fastest peer (a peer's own row shows how far it is behind that one);
-    `floor_ratio` is over the floor's; `overhead_ratio` is (its median - floor) / (fastest peer's - floor), the part of
-    the cost that is not computing. `spread` is the distance between the quartiles of the rounds' own ratios.
+    `floor_ratio` is over the fastest floor's; `overhead_ratio` is (its median - floor) / (fastest peer's - floor), the
+    part of the cost that is not computing. `spread` is the distance between the quartiles of the rounds' own ratios.
     """
     comparisons: dict[tuple[str, str, str, str], list[Result]] = {}
     for result in results:
@@ -26,7 +26,7 @@ def ratio_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
     rows = []
     for key, members in comparisons.items():
         timed = [m for m in members if m.samples.get("step_seconds") and m.status in {*HARMLESS, "parity failed"}]
-        floor = next((m for m in timed if m.case.role == "floor"), None)
+        floor = min((m for m in timed if m.case.role == "floor"), key=_median, default=None)
         for strategy in dict.fromkeys(m.strategy for m in timed if m.case.role == "subject"):
             peers = [m for m in timed if m.strategy == strategy and m.case.role == "peer"]
             if not peers:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -218,8 +221,14 @@ def write(directory: Path, results: Sequence[Result]) -> Path:
 def where_to_look(directory: Path) -> list[str]:
     return [
         f"results: {directory / RESULTS_FILE}",
-        f"in the browser: {MLFLOW_COMMAND}  (or at your MLFLOW_TRACKING_URI)",
+        f"in the browser: {_where_mlflow_is()}{MLFLOW_COMMAND}  (or at your MLFLOW_TRACKING_URI)",
     ]
+
+
+def _where_mlflow_is() -> str:
+    """The directory to type before `mlflow` where the shell would not find it: nox leaves it in .venv/bin."""
+    beside = Path(sys.executable).with_name("mlflow")
+    return "" if shutil.which("mlflow") or not beside.exists() else f"{os.path.relpath(beside.parent)}/"
 
 
 def is_success(results: Sequence[Result]) -> bool:

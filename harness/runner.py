@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import tempfile
 import time
@@ -23,7 +25,12 @@ from harness.report import RATIOS_FILE
 from harness.result import Result
 
 SUITE_FILE = "suite.json"
+_LOCK_FILE = ".lock"
 _WORTH_RUNNING_AGAIN = frozenset({"failed", "timed out", "out of memory", "topology mismatch", "unavailable"})
+
+
+class DirectoryInUse(ValueError):
+    """Another run is writing its results here."""
 
 
 def run(
@@ -32,9 +39,15 @@ def run(
     """Runs every case of `suite` and appends each result to the directory's results file as soon as it is known; with
     `resume` only those that have none yet or could not be measured. All results of the directory, in suite order.
 
-    A KeyboardInterrupt ends all ranks and is raised again; the results so far are kept.
+    A KeyboardInterrupt ends all ranks and is raised again; the results so far are kept. DirectoryInUse if another run
+    is writing to the directory.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    with _as_only_run(directory):
+        return _run(suite, directory, progress, resume=resume, device=device)
+
+
+def _run(suite: Suite, directory: Path, progress: Progress, *, resume: bool, device: str) -> list[Result]:
     earlier = {r.case.id: r for r in result.read(directory)} if (directory / result.RESULTS_FILE).is_file() else {}
     if earlier and not resume:
         raise ValueError(f"{directory}: holds results already; expected an empty directory, or --resume")
@@ -62,6 +75,22 @@ def run(
         (directory / RATIOS_FILE).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     progress.suite_finished(results)
     return results
+
+
+@contextmanager
+def _as_only_run(directory: Path) -> Iterator[None]:
+    """Holds the directory's lock, which the system takes back when this process ends, however it does: a lock file that
+    is left over says nothing."""
+    with (directory / _LOCK_FILE).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DirectoryInUse(f"{directory}: another run is writing here") from None
+        except OSError as error:
+            # Some network file systems have no locks; a run there is better than none.
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                raise
+        yield
 
 
 def _groups(suite: Suite) -> list[list[Case]]:
@@ -145,10 +174,14 @@ def _counting_time(member: MeasuredCase) -> Iterator[None]:
 
 
 def _suite_run(suite: Suite, directory: Path, *, resume: bool) -> str:
-    """The name of this suite run: written down at its start, and found again by a resume."""
+    """The name of this suite run: written down at its start, and found again by a resume. A file that does not hold one
+    is written anew."""
     path = directory / SUITE_FILE
     if resume and path.is_file():
-        return str(json.loads(path.read_text(encoding="utf-8"))["suite_run"])
+        try:
+            return str(json.loads(path.read_text(encoding="utf-8"))["suite_run"])
+        except (ValueError, KeyError, TypeError):
+            pass
     name = f"{suite.name}-{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}"
     written = path.with_suffix(".new")
     written.write_text(json.dumps({"suite": suite.name, "suite_run": name}) + "\n", encoding="utf-8")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from rich.console import Console
 
@@ -15,8 +18,14 @@ from harness import progress, report
 from harness.case import Suite
 from harness.result import RESULTS_FILE, Result, read, replace_non_finite
 
+BAD_INPUT = 2
 INTERRUPTED = 130
+TERMINATED = 143
 _RESULTS = Path("results")
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, from a batch system or `timeout`: the run ends as by Ctrl-C."""
 
 
 def directory_for(suite: str, given: Path | None, *, resume: bool) -> Path:
@@ -46,12 +55,15 @@ def execute(
 
     console = console_here()
     try:
-        with progress.shown_on(console, silent=as_json) as shown:
+        with _termination_interrupts(), progress.shown_on(console, silent=as_json) as shown:
             returned = runner.run(suite, directory, progress=shown, resume=resume)
-    except KeyboardInterrupt:
+    except runner.DirectoryInUse as error:
+        print(f"meshmark: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt as interrupt:
         hint = f"; to go on: {shlex.join(again)}" if again else ""
         print(f"meshmark: interrupted, what is finished is in {directory}{hint}", file=sys.stderr)
-        return INTERRUPTED
+        return TERMINATED if isinstance(interrupt, _Terminated) else INTERRUPTED
     # A resumed run of some cases shows those of the directory that it left alone, too.
     chosen = {result.case.id for result in returned}
     found = [*returned, *(result for result in read(directory) if result.case.id not in chosen)]
@@ -63,6 +75,21 @@ def execute(
     if upload:
         print(_upload(directory), file=sys.stderr if as_json else sys.stdout)
     return 0 if report.is_success(returned) else 1
+
+
+@contextmanager
+def _termination_interrupts() -> Iterator[None]:
+    """SIGTERM raises _Terminated, once: `timeout` sends it twice, and the second must not break off the cleaning up."""
+
+    def interrupt(_signal: int, _frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def console_here() -> Console:

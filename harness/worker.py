@@ -147,8 +147,8 @@ class Worker:
         return {str(name): str(value) for name, value in self.implementation.facts().items()}
 
     def parity(self, num_steps: int, path: str) -> dict[str, Any]:
-        """The first `num_steps` steps. Losses are this rank's sums; rank 0 writes the full tensors. Only the steps whose
-        gradients are kept track the norm too: the later ones run exactly as timed steps do."""
+        """The first `num_steps` steps. Losses are this rank's sums; rank 0 writes the full tensors. Only the steps
+        whose gradients are kept track the norm too: the later ones run exactly as timed steps do."""
         built = self._built()
         keys = ("loss_sums", "global_num_tokens", "norms", "skipped", "rates", "checksums")
         record: dict[str, Any] = {key: [] for key in keys}

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,39 @@ from harness.precision import PRECISIONS, Precision
 OptimizerName = Literal["adamw", "sgd"]
 ScheduleName = Literal["constant", "linear", "cosine"]
 Scaling = Literal["none", "linear", "sqrt"]
+_Check = tuple[str, str, Callable[[Any], bool]]
+
+
+def _is_integer(value: Any, least: float = -math.inf) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _one_of(names: str, choices: tuple[str, ...]) -> _Check:
+    return names, f"one of {', '.join(choices)}", lambda value: value in choices
+
+
+# Field names, what each must be, and whether a value is.
+_RECIPE_CHECKS: tuple[_Check, ...] = (
+    ("global_batch_size num_micro_batches total_steps", "an integer of at least 1", lambda x: _is_integer(x, 1)),
+    ("warmup_steps", "an integer of at least 0", lambda x: _is_integer(x, 0)),
+    ("seed", "an integer", _is_integer),
+    ("base_global_batch_size", "an integer of at least 1, or none", lambda x: x is None or _is_integer(x, 1)),
+    _one_of("optimizer", get_args(OptimizerName)),
+    _one_of("schedule", get_args(ScheduleName)),
+    _one_of("learning_rate_scaling", get_args(Scaling)),
+    (
+        "learning_rate weight_decay epsilon momentum final_learning_rate_ratio",
+        "a finite number of at least 0",
+        lambda x: _is_number(x) and 0 <= x < math.inf,
+    ),
+    ("beta1 beta2", "a number of at least 0 and below 1", lambda x: _is_number(x) and 0 <= x < 1),
+    ("clip_norm", "a number above 0, or none", lambda x: x is None or (_is_number(x) and x > 0)),
+    ("skip_nonfinite activation_checkpointing", "true or false", lambda x: isinstance(x, bool)),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,34 +90,16 @@ class Training:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("global_batch_size", 1),
-            ("num_micro_batches", 1),
-            ("warmup_steps", 0),
-            ("total_steps", 1),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-        for name, choices in (
-            ("optimizer", get_args(OptimizerName)),
-            ("schedule", get_args(ScheduleName)),
-            ("learning_rate_scaling", get_args(Scaling)),
-        ):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        for name in ("learning_rate", "weight_decay", "epsilon", "momentum"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ValueError(f"clip_norm must be above 0, or none, got {self.clip_norm!r}")
+        for names, expected, is_valid in _RECIPE_CHECKS:
+            for name in names.split():
+                if not is_valid(value := getattr(self, name)):
+                    raise ValueError(f"{name} must be {expected}, got {value!r}")
         if self.num_micro_batches > self.global_batch_size:
             raise ValueError(
                 f"num_micro_batches must be at most global_batch_size, got {self.num_micro_batches} micro-batches "
                 f"for a global batch of {self.global_batch_size}"
             )
-        if self.learning_rate_scaling != "none" and not self.base_global_batch_size:
+        if self.learning_rate_scaling != "none" and self.base_global_batch_size is None:
             raise ValueError(
                 f"learning_rate_scaling={self.learning_rate_scaling} needs base_global_batch_size, got none"
             )

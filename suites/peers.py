@@ -17,6 +17,7 @@ _MEASUREMENT = Measurement(parity_steps=3, warm_up_steps=5, timed_steps=5, round
 
 _DATA_PARALLEL: tuple[tuple[Role, str, Mapping[str, Any]], ...] = (
     ("floor", "native.floor", {}),
+    ("floor", "native.ddp", {"reduction": "none"}),
     ("subject", "native.ddp", {}),
     ("subject", "native.ddp", {"transport": "shared_memory"}),
     ("peer", "torch.ddp", {}),

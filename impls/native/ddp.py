@@ -30,22 +30,23 @@ from harness.parameters import (
 )
 from harness.workload import Batch, Workload
 from impls.native.parts import shared_memory
-from impls.native.parts.bucket_sums import BucketSums, Piece, ProcessGroupSums, SharedMemorySums
+from impls.native.parts.bucket_sums import BucketSums, OwnShares, Piece, ProcessGroupSums, SharedMemorySums
 from impls.native.parts.buckets import BucketPlan, Segment, flatten_parameters, plan_buckets, view_like
 from impls.native.parts.collectives import parameter_server_all_reduce, ring_all_reduce
-from impls.native.parts.direct_gradients import Place, write_directly
+from impls.native.parts.direct_gradients import Place, TrainingTask, write_directly
 from impls.native.parts.flat_memory import copy_into
 from impls.native.parts.flat_optimizer import FlatOptimizer
 from impls.native.parts.order_of_use import order_of_use
 from impls.native.parts.synchronised_batch_norm import summed_bytes, synchronise_batch_norm
 
-Reduction = Literal["all_reduce", "ring", "parameter_server"]
+Reduction = Literal["all_reduce", "ring", "parameter_server", "none"]
 Transport = Literal["process_group", "shared_memory"]
 _COLLECTIVE_TIMEOUT_SECONDS = 120.0
 
 
 class NativeDataParallel(Implementation):
-    """`reduction` says how gradients are summed over the process group (see parts/collectives.py);
+    """`reduction` says how gradients are summed over the process group (see parts/collectives.py), or "none": no
+    training then, but the floor under this very code;
     `transport="shared_memory"` sums them through mapped memory where all ranks share a machine, and falls back to the
     process group elsewhere (`transport` tells which it is). `bucket_bytes` bounds a bucket;
     `direct_gradients` computes weight gradients where they are reduced (parts/direct_gradients.py).
@@ -118,7 +119,8 @@ class NativeDataParallel(Implementation):
 
         by_name = {p.name: p for p in logical_parameters(self.module, workload.decays) if p.trainable}
         sample = workload.batch(0, data_rank=mesh.coordinates.data, data_degree=layout.data).micro_batches[0]
-        used = [by_name[name] for name in order_of_use(self.module, sample.inputs) if name in by_name]
+        order = [*order_of_use(workload, sample.inputs, self.group), *by_name]  # what no forward reaches comes last
+        used = [by_name[name] for name in dict.fromkeys(order) if name in by_name]
         if workload.synchronise_batch_norm:
             synchronise_batch_norm(self.module, mesh.group("data", lane=1))
         plans = plan_buckets(used[::-1], bucket_bytes)
@@ -131,13 +133,14 @@ class NativeDataParallel(Implementation):
         for index, bucket in enumerate(self.buckets):
             for segment in bucket.plan.segments:
                 self._watch(index, bucket, segment)
+        self._training_task = TrainingTask()
         if direct_gradients:
             places = {
                 name: Place(view, partial(self._claim, index, name))
                 for index, bucket in enumerate(self.buckets)
                 for name, view in bucket.gradient_views.items()
             }
-            write_directly(self.module, places)
+            write_directly(self.module, places, self._training_task)
 
     def train_step(self, batch: Batch) -> StepOutput:
         loss_sum, num_tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0
@@ -151,7 +154,9 @@ class NativeDataParallel(Implementation):
             with phase("forward"):
                 loss = self.workload.loss_sum(self.module, micro_batch)
             with phase("backward"):
-                (loss / batch.global_num_tokens).backward()
+                objective = loss / batch.global_num_tokens
+                self._training_task.starts_at(objective)
+                objective.backward()
             loss_sum += loss.detach()
             num_tokens += micro_batch.num_tokens
         with phase("reduce"):
@@ -253,6 +258,8 @@ class NativeDataParallel(Implementation):
             return SharedMemorySums(
                 shared_memory.SharedBuffers(shapes, self.group, timeout_seconds=timeout, observer=mesh.observer)
             )
+        if reduction == "none":
+            return OwnShares(shapes, self.group, device)
         composed = {"ring": ring_all_reduce, "parameter_server": parameter_server_all_reduce}.get(reduction)
         return ProcessGroupSums(shapes, self.group, device, composed)
 

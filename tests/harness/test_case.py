@@ -67,7 +67,10 @@ def test_json_and_back() -> None:
     [
         ({"role": "rival"}, "case: role must be one of subject, peer, floor, reference, got 'rival'"),
         ({"layout": "data=2"}, "case: layout must be a Layout, got 'data=2'"),
-        ({"deadline_seconds": 0}, "case: deadline_seconds must be above 0, got 0"),
+        ({"deadline_seconds": 0}, "case: deadline_seconds must be a finite number above 0, got 0"),
+        ({"deadline_seconds": "60"}, "case: deadline_seconds must be a finite number above 0, got '60'"),
+        ({"deadline_seconds": float("inf")}, "case: deadline_seconds must be a finite number above 0, got inf"),
+        ({"measurement": {"rounds": 2}}, "case: measurement must be a Measurement, got {'rounds': 2}"),
         ({"topology": Topology(ranks_per_node=3)}, "case: layout data=2 needs 2 ranks, topology 1x3 has 3"),
     ],
 )
@@ -97,3 +100,11 @@ def test_a_suite_holds_every_case_once() -> None:
         Suite(name="empty", cases=())
     with pytest.raises(ValueError, match=r"suite 'twice': the same case twice: native\.ddp"):
         Suite(name="twice", cases=(CASE, replace(CASE, role="peer")))
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../up", "two words", "line\n", 3])
+def test_a_suite_name_is_one_plain_word(name: Any) -> None:
+    assert Suite(name="gpt-17m_v1.2", cases=(CASE,)).name == "gpt-17m_v1.2"
+    with pytest.raises(ValueError) as raised:
+        Suite(name=name, cases=(CASE,))
+    assert str(raised.value) == f"suite: name must be letters, digits, '-', '_' and '.' only, got {name!r}"

@@ -1,3 +1,4 @@
+import fcntl
 import json
 import os
 import signal
@@ -191,14 +192,31 @@ def test_json_leaves_standard_output_to_the_results() -> None:
     assert (result["status"], result["parity"]["ok"]) == ("ok", True)
 
 
-def test_an_interrupted_run_keeps_what_is_finished_and_says_how_to_go_on() -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_keeps_what_is_finished_and_says_how_to_go_on(
+    number: signal.Signals, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
     command = [sys.executable, "-m", "harness", "run", bad_suite("{}"), "--results", "r", "--no-upload"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert any("parity" in line for line in process.stdout), "the run ended before its parity steps"
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
+        if number == signal.SIGTERM:
+            process.send_signal(number)  # as `timeout` does
         _, error = process.communicate(timeout=60)
-    assert process.returncode == 130, error
+    assert process.returncode == code, error
     assert error == (
         "meshmark: interrupted, what is finished is in r; to go on: meshmark run bad_suite.py --results r --resume\n"
     )
+    # torch keeps a cache there; ours and multiprocessing's must be gone.
+    assert [path.name for path in (tmp_path / "scratch").iterdir() if path.name.startswith(("meshmark", "pymp"))] == []
+
+
+def test_a_directory_another_run_is_writing_to_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("r").mkdir()
+    with Path("r/.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert cli.main(["run", bad_suite("{}"), "--results", "r", "--no-upload"]) == 2
+    assert capsys.readouterr().err == "meshmark: r: another run is writing here\n"

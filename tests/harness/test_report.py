@@ -181,7 +181,7 @@ def test_the_machine_is_named() -> None:
 def test_the_terminal_report_fits(width: int) -> None:
     lines = shown(report.text(ALL, RATIOS, Path("results/x"), width), width)
     assert max(map(len, lines)) <= width
-    text = "\n".join(lines)
+    text = " ".join(line.strip() for line in lines)
     for expected in ("tokens/s", "samples/s", "unavailable", "14,210", "0.851", "time /", report.MLFLOW_COMMAND):
         assert expected in text
     assert ("blocked" in text.split("parity failed:")[0]) == (width >= 140)
@@ -212,6 +212,18 @@ def test_the_floor_says_what_it_is_and_has_no_verdict() -> None:
     case = replace(MEASURED.case, implementation="native.floor", options={}, role="floor")
     row = markdown_rows([replace(MEASURED, case=case, parity=None)])["native.floor (floor) data=2"]
     assert (row["parity"], row["status"]) == ("-", "ok")
+
+
+def test_mlflow_is_named_by_its_path_where_the_shell_does_not_find_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.executable", str(tmp_path / ".venv/bin/python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert f"browser: {report.MLFLOW_COMMAND}" in report.where_to_look(Path("r"))[1]
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/mlflow").touch()
+    assert f"browser: .venv/bin/{report.MLFLOW_COMMAND}" in report.where_to_look(Path("r"))[1]
 
 
 def test_numbers_are_right_aligned() -> None:

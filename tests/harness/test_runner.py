@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +160,37 @@ def test_an_interrupted_suite_is_resumed_where_it_was(tmp_path: Path) -> None:
         ]  # fmt: skip
         assert {r.case.id: r.status for r in read(tmp_path)} == {r.case.id: r.status for r in results}
         assert {result.suite_run for result in results} == {read(tmp_path)[0].suite_run}
+
+
+@pytest.fixture
+def unavailable(tmp_path: Path) -> Suite:
+    """A suite that starts no process."""
+    (tmp_path / "missing.py").write_text("import nonesuch")
+    return Suite(name="s", cases=(case("", implementation=f"{tmp_path / 'missing.py'}:Plan"),))
+
+
+@pytest.mark.parametrize("torn", ["", '{"suite": "s", "sui', "[]", "{}"])
+def test_a_resume_writes_a_torn_suite_file_anew(torn: str, unavailable: Suite, tmp_path: Path) -> None:
+    (tmp_path / "suite.json").write_text(torn)
+    (result,) = runner.run(unavailable, tmp_path, progress=SilentProgress(), resume=True)
+    assert json.loads((tmp_path / "suite.json").read_text()) == {"suite": "s", "suite_run": result.suite_run}
+    assert result.suite_run.startswith("s-")
+
+
+def test_a_directory_takes_one_run_at_a_time(unavailable: Suite, tmp_path: Path) -> None:
+    class StartsAnother(SilentProgress):
+        refusal = ""
+
+        def suite_started(self, suite: Suite, cases: Sequence[Case]) -> None:
+            with pytest.raises(ValueError) as raised:
+                runner.run(suite, tmp_path, progress=SilentProgress(), resume=True)
+            self.refusal = str(raised.value)
+
+    progress = StartsAnother()
+    runner.run(unavailable, tmp_path, progress=progress)
+    assert progress.refusal == f"{tmp_path}: another run is writing here"
+    assert len((tmp_path / RESULTS_FILE).read_text().splitlines()) == 1
+    runner.run(unavailable, tmp_path, progress=SilentProgress(), resume=True)  # the lock ended with the run
 
 
 def test_a_full_disk_ends_the_run_with_its_reason_and_no_rank_left(tmp_path: Path) -> None:

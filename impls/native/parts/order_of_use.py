@@ -4,16 +4,31 @@ in which backward completes their gradients."""
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.func import functional_call
+
+from harness.workload import Workload
 
 
-def order_of_use(model: nn.Module, inputs: Tensor) -> list[str]:
-    """Names of all parameters, in the order in which the modules that own them are entered.
+def order_of_use(workload: Workload, inputs: Tensor, group: dist.ProcessGroup) -> list[str]:
+    """Names of all parameters, in the order in which the modules that own them are entered; the same on every rank of
+    `group`, whose first rank's it is. Collective.
 
-    A forward pass on the meta device, which computes nothing and changes nothing, finds it; a model that cannot run
-    there (its control flow depends on values), and any parameter the pass does not reach, keeps registration order.
+    A forward pass of another model on the meta device, which computes nothing, finds it; what the pass does not reach
+    is left out, and so is everything of a model that cannot be built or run there (its control flow depends on values).
     """
+    try:
+        found = [_traced(workload, inputs)]
+    except Exception:  # whatever a model does with tensors that have no values
+        found = [[]]
+    dist.broadcast_object_list(found, group=group, group_src=0)
+    return found[0]
+
+
+def _traced(workload: Workload, inputs: Tensor) -> list[str]:
+    model = workload.model_without_memory()
+    if not workload.fixed_dtypes:
+        model.to(workload.precision.compute)
     registered = {parameter: name for name, parameter in model.named_parameters()}  # a tied one under its first name
     owned = {module: [registered[p] for p in module.parameters(recurse=False)] for module in model.modules()}
     entered: dict[str, None] = {}
@@ -21,15 +36,9 @@ def order_of_use(model: nn.Module, inputs: Tensor) -> list[str]:
     def note(module: nn.Module, _: object) -> None:
         entered.update(dict.fromkeys(owned[module]))
 
-    hooks = [module.register_forward_pre_hook(note) for module, names in owned.items() if names]
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    on_meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
-    try:
-        with torch.no_grad():
-            functional_call(model, on_meta, (inputs.to("meta"),))
-    except Exception:
-        return list(registered.values())
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return [*entered, *(name for name in registered.values() if name not in entered)]
+    for module, names in owned.items():
+        if names:
+            module.register_forward_pre_hook(note)
+    with torch.no_grad(), torch.device("meta"):
+        model(inputs.to("meta"))
+    return list(entered)

@@ -48,7 +48,7 @@ def test_sparse_gradients_are_refused_by_name(worlds: Worlds) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reduction": "tree"}, "reduction must be one of all_reduce, ring, parameter_server, got 'tree'"),
+        ({"reduction": "tree"}, "reduction must be one of all_reduce, ring, parameter_server, none, got 'tree'"),
         ({"transport": "rdma"}, "transport must be one of process_group, shared_memory, got 'rdma'"),
     ],
     ids=str,

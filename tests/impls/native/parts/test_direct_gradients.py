@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from impls.native.parts.direct_gradients import Place, write_directly
+from impls.native.parts.direct_gradients import Place, TrainingTask, write_directly
+
+
+class AnyTask(TrainingTask):
+    """Every backward pass trains, but for one that will be differentiated again."""
+
+    def is_running(self) -> bool:
+        return not torch.is_grad_enabled()
 
 
 class Places:
@@ -25,7 +32,8 @@ class Places:
         self.announced: list[str] = []
         for name, parameter in trained.items():
             parameter.register_post_accumulate_grad_hook(partial(self._announced, name))
-        write_directly(model, {name: Place(view, partial(self._claim, name)) for name, view in self.views.items()})
+        places = {name: Place(view, partial(self._claim, name)) for name, view in self.views.items()}
+        write_directly(model, places, AnyTask())
 
     def clear(self) -> None:
         self.written.clear()
@@ -151,7 +159,7 @@ def test_a_parameter_is_announced_when_its_last_use_is_done_and_before_the_next_
     assert places.written.count("1.weight") == 3
 
 
-@pytest.mark.parametrize("spoil", ["subclass", "patched", "padding", "max_norm", "strided", "dtype", "hooked"])
+@pytest.mark.parametrize("spoil", ["subclass", "patched", "padding", "max_norm", "strided", "dtype"])
 def test_layers_that_do_more_than_the_plain_operation_are_left_alone(spoil: str) -> None:
     class Scaled(nn.Linear):
         def forward(self, inputs: Tensor) -> Tensor:
@@ -171,8 +179,6 @@ def test_layers_that_do_more_than_the_plain_operation_are_left_alone(spoil: str)
         linear.weight = nn.Parameter(torch.randn(4, 4).t())
     elif spoil == "dtype":
         dtype = torch.float64
-    elif spoil == "hooked":
-        linear.weight.register_hook(lambda gradient: gradient * 0.5)
     before = (linear.forward, embedding.forward)
     Places(nn.Sequential(embedding, linear), dtype=dtype)
     assert linear.forward == before[0] or spoil in ("padding", "max_norm")
@@ -231,10 +237,34 @@ def test_autocast_casts_as_it_would_without() -> None:
     assert places.views["weight"].tolist() == [[2.0] * 4] * 3
 
 
-def test_a_second_derivative_is_refused() -> None:
+def test_a_second_derivative_is_autograds() -> None:
+    layer, inputs = nn.Linear(4, 3), torch.randn(2, 4, requires_grad=True)
+
+    def second_derivative() -> Tensor:
+        (slope,) = torch.autograd.grad(layer(inputs).square().sum(), inputs, create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), layer.weight)[0]
+
+    expected = second_derivative()
+    write_directly(layer, {"weight": Place(torch.zeros(3, 4), lambda: True)}, TrainingTask())
+    torch.testing.assert_close(second_derivative(), expected)
+
+
+def test_a_hook_on_a_weight_sees_its_gradient() -> None:
     layer = nn.Linear(4, 3)
-    Places(layer)
-    inputs = torch.randn(2, 4, requires_grad=True)
-    (slope,) = torch.autograd.grad(layer(inputs).square().sum(), inputs, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        slope.sum().backward()
+    places = Places(layer)
+    seen: list[Tensor] = []
+    layer.weight.register_hook(seen.append)
+    layer(torch.randn(2, 4)).sum().backward()
+    assert torch.equal(seen[0], places.views["weight"])
+
+
+def test_only_the_backward_pass_from_the_loss_writes() -> None:
+    layer, task, inputs = nn.Linear(4, 3), TrainingTask(), torch.randn(2, 4, requires_grad=True)
+    view = torch.full((3, 4), torch.nan)
+    write_directly(layer, {"weight": Place(view, lambda: True)}, task)
+    torch.autograd.grad(layer(inputs).sum(), inputs)
+    assert view.isnan().all()
+    loss = layer(inputs).sum()
+    task.starts_at(loss)
+    loss.backward()
+    torch.testing.assert_close(view, inputs.detach().sum(0).expand(3, 4))
