@@ -41,15 +41,20 @@ def assemble(records: Sequence[dict[str, Any]], tensors: Path, layout: Layout) -
         buffers=full["buffers"],
         skipped=records[0]["skipped"],
         learning_rates=records[0]["rates"],
-        replica_checksums={rank: record["checksums"] for rank, record in enumerate(records)},
+        replica_checksums={rank: _held_in_common(record) for rank, record in enumerate(records)},
         replica_groups=layout.groups("data"),
     )
+
+
+def _held_in_common(record: dict[str, Any]) -> list[str]:
+    """What replicas must have alike after each step: their tensors' bits, and the norm they tell."""
+    return [f"{bits} {norm}" for bits, norm in zip(record["checksums"], record["norms"], strict=True)]
 
 
 def _refuse_disagreement(records: Sequence[dict[str, Any]]) -> None:
     """LaunchFailed where ranks tell unlike things of what is the same for all."""
     for rank, record in enumerate(records):
-        for name in ("norms", "skipped", "rates", "global_num_tokens"):
-            if repr(record[name]) != repr(records[0][name]):  # as text, in which two NaNs agree
+        for name in ("skipped", "rates", "global_num_tokens"):
+            if record[name] != records[0][name]:
                 reason = f"rank {rank} tells {name} {record[name]} where rank 0 tells {records[0][name]}"
                 raise LaunchFailed("failed", reason, rank)

@@ -118,8 +118,7 @@ class NativeDataParallel(Implementation):
         self.num_updates = 0
 
         by_name = {p.name: p for p in logical_parameters(self.module, workload.decays) if p.trainable}
-        sample = workload.batch(0, data_rank=mesh.coordinates.data, data_degree=layout.data).micro_batches[0]
-        order = [*order_of_use(workload, sample.inputs, self.group), *by_name]  # what no forward reaches comes last
+        order = [*order_of_use(workload, layout.data), *by_name]  # what no forward reaches comes last
         used = [by_name[name] for name in dict.fromkeys(order) if name in by_name]
         if workload.synchronise_batch_norm:
             synchronise_batch_norm(self.module, mesh.group("data", lane=1))
@@ -153,8 +152,8 @@ class NativeDataParallel(Implementation):
             self._is_last_micro_batch = index == len(batch.micro_batches) - 1
             with phase("forward"):
                 loss = self.workload.loss_sum(self.module, micro_batch)
-            with phase("backward"):
                 objective = loss / batch.global_num_tokens
+            with phase("backward"):
                 self._training_task.starts_at(objective)
                 objective.backward()
             loss_sum += loss.detach()

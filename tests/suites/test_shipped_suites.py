@@ -36,7 +36,7 @@ def test_peers_compares_ours_over_both_transports_with_a_peer_and_the_floor_ever
     for cases in groups.values():
         roles = {role: {case.label for case in cases if case.role == role} for role in ("subject", "floor", "peer")}
         assert roles["subject"] == {"native.ddp", "native.ddp transport=shared_memory"}
-        assert roles["floor"] == {"native.floor"}
+        assert "native.floor" in roles["floor"]
         assert "torch.ddp" in roles["peer"]
         assert len({case.measurement for case in cases}) == 1, "a comparison measures all of its members alike"
         assert cases[0].measurement.rounds >= 4, "fewer rounds have no spread"

@@ -4,25 +4,23 @@ in which backward completes their gradients."""
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.workload import Workload
 
 
-def order_of_use(workload: Workload, inputs: Tensor, group: dist.ProcessGroup) -> list[str]:
-    """Names of all parameters, in the order in which the modules that own them are entered; the same on every rank of
-    `group`, whose first rank's it is. Collective.
+def order_of_use(workload: Workload, data_degree: int) -> list[str]:
+    """Names of all parameters, in the order in which the modules that own them are entered; the same on every rank,
+    since all of them look at the first data rank's share, which may differ in shape from their own.
 
     A forward pass of another model on the meta device, which computes nothing, finds it; what the pass does not reach
     is left out, and so is everything of a model that cannot be built or run there (its control flow depends on values).
     """
+    inputs = workload.batch(0, data_rank=0, data_degree=data_degree).micro_batches[0].inputs
     try:
-        found = [_traced(workload, inputs)]
+        return _traced(workload, inputs)
     except Exception:  # whatever a model does with tensors that have no values
-        found = [[]]
-    dist.broadcast_object_list(found, group=group, group_src=0)
-    return found[0]
+        return []
 
 
 def _traced(workload: Workload, inputs: Tensor) -> list[str]:

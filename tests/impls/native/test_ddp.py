@@ -80,7 +80,8 @@ def test_all_ranks_skip_a_step_together_and_the_rate_follows_updates(worlds: Wor
     assert all(bool(torch.isfinite(value).all()) for value in trajectory.parameters.values())
     checksums = list(trajectory.replica_checksums.values())  # of parameters and moments, after each step
     assert checksums[0] == checksums[1] == checksums[2]
-    assert checksums[0][0] == checksums[0][1] != checksums[0][2]
+    bits = [checksum.split()[0] for checksum in checksums[0]]  # the norm stands behind them
+    assert bits[0] == bits[1] != bits[2]
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
