@@ -16,6 +16,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from harness.parameters import LogicalParameter, logical_parameters
 from harness.workload import Training, Workload
 
+_NORM_BLOCK = 4096  # elements
 OptimizerFactory = Callable[[list[dict[str, object]]], Optimizer]
 
 
@@ -149,16 +150,25 @@ def decay_groups(
 
 
 def global_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The L2 norm over all elements, an fp64 scalar on the gradients' device. Each tensor's own norm is taken in its
-    dtype, in fp32 at least: asking for fp64 inside costs 18 times as much on a CPU."""
+    """The L2 norm over all elements, an fp64 scalar on the gradients' device.
+
+    It is gathered from the norms of blocks: summed in one go in fp32, the squares of a flat buffer of 6.5M elements
+    lose 2e-4 of the norm, and asking for fp64 inside costs 18 times as much on a CPU.
+    """
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
-    norms = [
-        torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32)).double()
-        for gradient in gradients
-    ]
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    norm: Tensor = torch.linalg.vector_norm(torch.cat([_norms_of_blocks(gradient) for gradient in gradients]))
     return norm
+
+
+def _norms_of_blocks(gradient: Tensor) -> Tensor:
+    """(blocks,) in fp64; the blocks' squares are summed in the gradient's dtype, in fp32 at least."""
+    dtype = torch.promote_types(gradient.dtype, torch.float32)
+    flat = gradient.reshape(-1)
+    whole = flat.numel() // _NORM_BLOCK * _NORM_BLOCK
+    blocks = torch.linalg.vector_norm(flat[:whole].view(-1, _NORM_BLOCK), dim=1, dtype=dtype)
+    rest = torch.linalg.vector_norm(flat[whole:], dtype=dtype)
+    return torch.cat([blocks, rest.view(1)]).double()
 
 
 def clip_coefficient(norm: Tensor, clip_norm: float) -> Tensor:

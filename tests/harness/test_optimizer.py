@@ -184,3 +184,8 @@ def test_another_optimizer_class_gets_the_same_groups() -> None:
     torch.testing.assert_close(module[1].bias, before - 0.1)
     optimizer.clear_gradients()
     assert optimizer.live_gradients() == []
+
+
+def test_the_norm_of_a_long_flat_buffer_keeps_its_digits() -> None:
+    gradient = torch.randn(6_500_000, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(global_norm([gradient]), gradient.double().norm(), rtol=1e-7, atol=0.0)
