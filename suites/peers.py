@@ -28,7 +28,7 @@ _DATA_PARALLEL: tuple[tuple[Role, str, Mapping[str, Any]], ...] = (
 
 suite = Suite(
     name="peers",
-    description="ratios to the best peer and to the compute-only floor; interleaved rounds, a quarter of an hour",
+    description="ratios to the best peer and to the compute-only floor; interleaved rounds, some twenty minutes",
     interleaved=True,
     cases=tuple(
         Case(
