@@ -31,11 +31,11 @@ from harness.parameters import (
 from harness.workload import Batch, Workload
 from impls.native.parts import shared_memory
 from impls.native.parts.bucket_sums import BucketSums, OwnShares, Piece, ProcessGroupSums, SharedMemorySums
-from impls.native.parts.buckets import BucketPlan, Segment, flatten_parameters, plan_buckets, view_like
+from impls.native.parts.buckets import BucketPlan, Segment, plan_buckets, view_like
 from impls.native.parts.collectives import parameter_server_all_reduce, ring_all_reduce
 from impls.native.parts.direct_gradients import Place, TrainingTask, write_directly
 from impls.native.parts.flat_memory import copy_into
-from impls.native.parts.flat_optimizer import FlatOptimizer
+from impls.native.parts.gradient_bucket import GradientBucket
 from impls.native.parts.order_of_use import order_of_use
 from impls.native.parts.synchronised_batch_norm import summed_bytes, synchronise_batch_norm
 
@@ -50,10 +50,6 @@ class NativeDataParallel(Implementation):
     `transport="shared_memory"` sums them through mapped memory where all ranks share a machine, and falls back to the
     process group elsewhere (`transport` tells which it is). `bucket_bytes` bounds a bucket;
     `direct_gradients` computes weight gradients where they are reduced (parts/direct_gradients.py).
-
-    [Note: Unused parameters] A parameter unused on some ranks counts as zero there; one unused on all must keep no
-    gradient at all: no decay, no momentum. Telling the two apart takes no further exchange: an unused parameter's
-    first element is sent as -0.0, a used one's never is, and only -0.0 + -0.0 is -0.0.
     """
 
     strategy = "data_parallel"
@@ -125,7 +121,8 @@ class NativeDataParallel(Implementation):
         plans = plan_buckets(used[::-1], bucket_bytes)
         self.sums = self._make_sums(plans, mesh, device, reduction)
         self.buckets = [
-            _Bucket(plan, self.parameters, self.sums.own(index), workload, device) for index, plan in enumerate(plans)
+            GradientBucket(plan, self.parameters, self.sums.own(index), workload, device)
+            for index, plan in enumerate(plans)
         ]
         self._next_to_reduce = 0
         self._is_last_micro_batch = False
@@ -279,7 +276,7 @@ class NativeDataParallel(Implementation):
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
                 raise ValueError(f"native.ddp reduces dense gradients: {name} is an embedding with sparse=True")
 
-    def _watch(self, index: int, bucket: _Bucket, segment: Segment) -> None:
+    def _watch(self, index: int, bucket: GradientBucket, segment: Segment) -> None:
         """After each backward moves the parameter's gradient into its bucket and, in the last micro-batch, starts
         every sum that is due."""
         name = segment.parameter.name
@@ -341,66 +338,3 @@ def _places_of_buffers(model: nn.Module) -> list[tuple[nn.Module, str]]:
         for name, buffer in module.named_buffers(recurse=False):
             found.setdefault(buffer, (module, name))
     return list(found.values())
-
-
-class _Bucket:
-    """One bucket of one rank: its gradients (num_elements,), its optimizer, and how far this step has come."""
-
-    def __init__(
-        self,
-        plan: BucketPlan,
-        parameters: dict[str, nn.Parameter],
-        gradients: Tensor,
-        workload: Workload,
-        device: torch.device,
-    ) -> None:
-        self.plan = plan
-        self.gradients = gradients
-        flat = flatten_parameters(plan, parameters, device)
-        self.optimizer = FlatOptimizer(plan, flat, workload.training, workload.precision.master)
-        self.gradient_views = {
-            segment.parameter.name: view_like(gradients, segment, parameters[segment.parameter.name])
-            for segment in plan.segments
-        }
-        self.parameter_pointers = {s.parameter.name: parameters[s.parameter.name].data_ptr() for s in plan.segments}
-        self._segments = {segment.parameter.name: segment for segment in plan.segments}
-        starts = [segment.start for segment in plan.segments if segment.start < segment.stop]
-        self._first_elements = torch.tensor(starts, dtype=torch.int64, device=gradients.device)
-        self.filled: set[str] = set()
-        self.unused: set[str] = set()
-        self.num_awaited = len(plan.segments)
-        self.pieces: Sequence[Piece] = ()
-        self.scale_left: Tensor | None = None  # by which clipping has divided the gradients
-
-    def start_step(self) -> None:
-        self.filled.clear()
-        self.unused = set()
-        self.scale_left = None
-        self.num_awaited = len(self.plan.segments)
-
-    def mark_unused(self) -> None:
-        """See [Note: Unused parameters]."""
-        if self._first_elements.numel():
-            self.gradients[self._first_elements] += 0.0  # -0.0 + 0.0 is 0.0
-        for name, segment in self._segments.items():
-            if name not in self.filled:
-                self.gradients[segment.start : segment.stop].zero_()
-                self.gradients[segment.start : segment.start + 1].fill_(-0.0)
-
-    def take(self, pieces: Sequence[Piece]) -> None:
-        """The sum is there: keeps its pieces and finds out which parameters nobody used."""
-        self.pieces = pieces
-        locally_unused = [s for s in self.plan.segments if s.parameter.name not in self.filled]
-        self.unused = {s.parameter.name for s in locally_unused if self._is_marked(s)}
-
-    def update(self, learning_rate: float, gradient_scale: Tensor | None = None) -> None:
-        self.scale_left = self.optimizer.step(
-            self.pieces, learning_rate, gradient_scale=gradient_scale, unused=self.unused
-        )
-
-    def _is_marked(self, segment: Segment) -> bool:
-        if segment.start == segment.stop:
-            return True
-        piece = next(piece for piece in self.pieces if piece.start <= segment.start < piece.stop)
-        first = piece.values[segment.start - piece.start]
-        return bool(first.eq(0) & first.signbit())
