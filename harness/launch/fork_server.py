@@ -56,7 +56,7 @@ class Fork:
     def state(self) -> str:
         """The letter of proc(5): `T` is stopped; `?` where the system does not tell."""
         try:
-            with open(f"/proc/{self.pid}/stat") as file:  # noqa: PTH123
+            with open(f"/proc/{self.pid}/stat") as file:  # noqa: PTH123  not a path on a disk
                 return file.read().rpartition(")")[2].split()[0]
         except (OSError, IndexError):
             return "?"

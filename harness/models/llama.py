@@ -88,7 +88,7 @@ def workload(
     check_choice("size", size, SIZES)
     check_boolean("tied", tied)
     try:
-        import transformers  # noqa: F401
+        import transformers  # noqa: F401  only to learn whether it is there
     except ImportError as error:
         raise ValueError(f'llama needs transformers, which is missing: pip install "meshmark[hf]" ({error})') from error
     sizes = SIZES[size]
