@@ -35,7 +35,7 @@ def test_a_loss_is_the_sum_over_ranks_over_the_global_count(tensors: Path) -> No
     assert trajectory.gradient_norms == [1.5, 2.5]
     assert trajectory.skipped == [False, True]
     assert trajectory.learning_rates == [(0.1,), (0.2,)]
-    assert trajectory.replica_checksums == {0: ["a", "a"], 1: ["b", "b"]}
+    assert trajectory.replica_checksums == {0: ["a 1.5", "a 2.5"], 1: ["b 1.5", "b 2.5"]}
     assert trajectory.replica_groups == ((0, 1),)
     assert trajectory.gradients[0]["weight"].tolist() == [1.0, 1.0]
 
