@@ -1,4 +1,4 @@
-"""What a checkout can do: `nox -s smoke`, `nox -s tests`, `nox -s lint`, `nox -s peers`.
+"""What a checkout can do: `nox -s smoke`, `nox -s tests`, `nox -s lint`, `nox -s peers`, `nox -s sharding`.
 
 All sessions share the virtual environment .venv, so torch is installed once; nox itself gives each session its own, so
 they run with `python=False` and name .venv's commands. It is installed again only when pyproject.toml or
@@ -49,6 +49,15 @@ def peers(session: nox.Session) -> None:
     """Ours timed beside other people's, in rounds that take turns, and the ratio table. Wants a quiet machine."""
     install(session)
     session.run(f"{COMMANDS}/meshmark", "run", "peers", *session.posargs)
+
+
+@nox.session(python=False)
+def sharding(session: nox.Session) -> None:
+    """Data parallel beside sharded optimizers, and the page that compares them. An argument names the directory."""
+    install(session)
+    directory = session.posargs[0] if session.posargs else "results/sharding"
+    session.run(f"{COMMANDS}/meshmark", "run", "sharding", "--results", directory)
+    session.run(f"{COMMANDS}/meshmark", "compare", directory, "--out", f"{directory}/comparison.md")
 
 
 def install(session: nox.Session) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `meshmark run | list | try | report | upload`.
+"""The command line: `meshmark run | list | try | report | compare | upload`.
 
 Nothing heavy is imported until a command needs it: ranks import this file again, and help should be instant.
 """
@@ -217,6 +217,31 @@ def report(
     else:
         console = suite_run.console_here()
         console.print(reports.text(found, ratios, directory, console.width))
+
+
+@app.command()
+def compare(
+    results: Annotated[
+        Path,
+        typer.Argument(metavar="RESULTS", help="A results directory, or the results.jsonl in it.", show_default=False),
+    ],
+    *,
+    out: Annotated[
+        Path | None, typer.Option(metavar="PAGE.md", help="Where to write the page. Default: standard output.")
+    ] = None,
+) -> None:
+    """Make a page that compares the strategies of a run: memory, bytes, latencies, time and lines, side by side.
+
+    [bold]meshmark compare results/sharding-20300101-120000 --out sharding.md[/]
+    """
+    from harness import comparison, comparison_page
+
+    with _bad_input():
+        found = comparison.read_run(results)
+        page = comparison_page.page(found, results)
+        if out is not None:
+            out.write_text(page, encoding="utf-8")
+    print(page if out is None else f"{out}: {len(found)} cases", end="" if out is None else "\n")
 
 
 @app.command()

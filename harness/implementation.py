@@ -46,7 +46,8 @@ class Implementation(ABC):
     """
 
     strategy: ClassVar[str]
-    """What it does, whoever wrote it: implementations of one strategy are compared with each other."""
+    """What it does, whoever wrote it: implementations of one strategy are compared with each other. Where an option
+    decides, see `strategy_of`."""
     normalises_by: ClassVar[str] = "global token count"
     """What its loss is divided by; anything but the default parts from one process when counts are unequal."""
 
@@ -57,6 +58,23 @@ class Implementation(ABC):
     def unavailable(cls) -> str | None:
         """Why the library it needs cannot be used on this machine, or None. Called before any process starts."""
         return None
+
+    @classmethod
+    def refused_options(cls, options: Mapping[str, Any]) -> str | None:
+        """What is wrong with the values of these options, which have the right types, or None. Called before any
+        process starts; where something is wrong, nothing of the suite runs."""
+        return None
+
+    @classmethod
+    def strategy_of(cls, options: Mapping[str, Any]) -> str:
+        """Its strategy under these options."""
+        return cls.strategy
+
+    @classmethod
+    def comparable_strategies(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
+        """The strategies that it stands beside as a peer, its own first: one that keeps gathered parameters until
+        backward also rivals those that never shard them."""
+        return (cls.strategy_of(options),)
 
     @classmethod
     def unsupported(
@@ -127,7 +145,9 @@ def phase(name: Phase) -> AbstractContextManager[Any]:
 class CollectiveObserver(Protocol):
     """Where a transport that bypasses torch.distributed reports its collectives to the communication instrument.
 
-    While `null` is set the transport must complete everything at once and move nothing.
+    While `null` is set the transport must complete everything at once and move nothing. In a delayed step, which plays
+    a longer link, an operation has `arrived` some time after its launch: until then it must not complete, and hold up
+    nobody but whoever waits for it.
     """
 
     @property
@@ -135,6 +155,10 @@ class CollectiveObserver(Protocol):
 
     def launched(self, operation: str, ranks: tuple[int, ...], tensor: Tensor, wire_bytes: int, transport: str) -> int:
         """A collective on `tensor` starts now; returns a ticket."""
+        ...
+
+    def arrived(self, ticket: int) -> bool:
+        """Whether what the peers have put in may be looked at. A transport that does not ask is not delayed."""
         ...
 
     def completed(self, ticket: int) -> None:

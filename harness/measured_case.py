@@ -18,6 +18,7 @@ import torch
 
 from harness import implementation, models
 from harness.case import Case
+from harness.code_change import num_changed_lines
 from harness.launch.failure import LaunchFailed
 from harness.launch.local import LocalLaunch
 from harness.measure import communication, memory
@@ -50,6 +51,7 @@ class MeasuredCase:
     status: Status = "ok"
     reason: str | None = None
     strategy: str = ""
+    comparable_strategies: tuple[str, ...] = ()
     environment: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     samples: dict[str, Any] = field(default_factory=dict)
@@ -67,11 +69,15 @@ class MeasuredCase:
                 raise
             self.status, self.reason = "unavailable", f"{type(error).__name__}: {error}".splitlines()[0]
             return
-        self.strategy = kind.strategy
+        self.strategy = kind.strategy_of(self.case.options)
+        self.comparable_strategies = kind.comparable_strategies(self.case.options)
         if reason := kind.unavailable():
             self.status, self.reason = "unavailable", reason
         elif reason := kind.unsupported(workload, self.case.layout, torch.device(self.device), self.case.options):
             self.status, self.reason = "unsupported", reason
+        elif self.case.role == "peer" and (num_lines := num_changed_lines(kind)) is not None:
+            # Ours are libraries: their lines are not what a user would change.
+            self.metrics["code.changed_lines"] = num_lines
 
     def start(self) -> None:
         """The clean launch, as far as its first timed window: built, held against the reference, warmed up."""
@@ -145,13 +151,22 @@ class MeasuredCase:
         if self.case.world_size == 1 or self.case.role == "floor":
             return
         self.metrics |= communication.summarise([answer["records"] for answer in answers])
-        real, null = (
-            [max(steps) for steps in zip(*(answer[f"{kind}_seconds"] for answer in answers), strict=True)]
-            for kind in ("real", "null")
-        )
+        real, null = (_slowest(answers, f"{kind}_seconds") for kind in ("real", "null"))
         self.metrics |= communication.exposed(real, null)
         self.samples["communication"] = [[record.to_json() for record in answer["records"]] for answer in answers]
         self.samples |= {"instrumented_real_seconds": real, "instrumented_null_seconds": null}
+        self._measure_latency(null)
+
+    def _measure_latency(self, null_seconds: list[float]) -> None:
+        """How many latencies a step waits for; left out where the transport cannot be delayed."""
+        delay = communication.delay_for(null_seconds, self.metrics["communication.calls_per_step"])
+        answers = self._command(
+            "measure_latency", num_steps=self.case.measurement.communication_steps, delay_seconds=delay
+        )
+        if all(answers):
+            real, delayed = (_slowest(answers, f"{kind}_seconds") for kind in ("real", "delayed"))
+            self.metrics |= communication.exposed_latencies(real, delayed, delay)
+            self.samples |= {"instrumented_undelayed_seconds": real, "instrumented_delayed_seconds": delayed}
 
     def _predict(self) -> None:
         """The closed forms beside what was measured."""
@@ -191,6 +206,7 @@ class MeasuredCase:
             culprit=None if self.failure is None else self.failure.culprit,
             traceback=None if self.failure is None else self.failure.traceback,
             strategy=self.strategy,
+            comparable_strategies=self.comparable_strategies,
             suite=suite,
             suite_run=suite_run,
             started=self.started,
@@ -213,6 +229,11 @@ class MeasuredCase:
     def _command(self, name: str, **arguments: Any) -> list[Any]:
         assert self.launch is not None
         return self.launch.command(name, self.on_phase, **arguments)
+
+
+def _slowest(answers: list[dict[str, Any]], name: str) -> list[float]:
+    """The slowest rank's seconds of each step."""
+    return [max(steps) for steps in zip(*(answer[name] for answer in answers), strict=True)]
 
 
 def _is_of_a_library(error: BaseException) -> bool:

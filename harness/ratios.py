@@ -28,25 +28,25 @@ def ratio_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
         timed = [m for m in members if m.samples.get("step_seconds") and m.status in {*HARMLESS, "parity failed"}]
         floor = min((m for m in timed if m.case.role == "floor"), key=_median, default=None)
         for strategy in dict.fromkeys(m.strategy for m in timed if m.case.role == "subject"):
-            peers = [m for m in timed if m.strategy == strategy and m.case.role == "peer"]
+            peers = [m for m in timed if m.stands_beside(strategy) and m.case.role == "peer"]
             if not peers:
                 continue
             best = min(peers, key=_median)
             ours = [m for m in timed if m.strategy == strategy and m.case.role == "subject"]
-            rows += [_row(member, best, floor, key) for member in (*ours, *peers)]
+            rows += [_row(member, best, floor, (strategy, *key)) for member in (*ours, *peers)]
     return rows
 
 
-def _row(result: Result, best: Result, floor: Result | None, key: tuple[str, str, str, str]) -> dict[str, Any]:
+def _row(result: Result, best: Result, floor: Result | None, key: tuple[str, str, str, str, str]) -> dict[str, Any]:
     own, peer = _median(result), _median(best)
     floor_median = None if floor is None else _median(floor)
     by_round = [a / b for a, b in zip(_round_medians(result), _round_medians(best), strict=False)]
     return {
-        "strategy": result.strategy,
-        "workload": key[0],
-        "layout": key[1],
-        "topology": key[2],
-        "precision": key[3],
+        "strategy": key[0],
+        "workload": key[1],
+        "layout": key[2],
+        "topology": key[3],
+        "precision": key[4],
         "world_size": result.case.world_size,
         "implementation": result.case.label,
         "role": result.case.role,

@@ -53,6 +53,7 @@ class Result:
     culprit: int | None = None
     traceback: str | None = None
     strategy: str = ""  # the implementation's, where it could be loaded
+    comparable_strategies: tuple[str, ...] = ()  # those it is a peer of, where they are more than its own
     suite: str = ""
     suite_run: str = ""
     started: float = 0.0  # seconds since the epoch
@@ -65,6 +66,10 @@ class Result:
         not_finite = [name for name, value in self.metrics.items() if not math.isfinite(value)]
         if not_finite:
             raise ValueError(f"result: metrics must be finite, got {', '.join(not_finite)}")
+
+    def stands_beside(self, strategy: str) -> bool:
+        """Whether it is to be compared with implementations of `strategy`."""
+        return strategy in (self.strategy, *self.comparable_strategies)
 
     def to_json(self) -> dict[str, Any]:
         data = {key: getattr(self, key) for key in self.__dataclass_fields__ if key not in ("case", "parity")}
@@ -79,6 +84,7 @@ class Result:
         values = {key: data[key] for key in cls.__dataclass_fields__ if key in data}
         values["case"] = Case.from_json(data["case"])
         values["parity"] = Parity(**data["parity"]) if data.get("parity") else None
+        values["comparable_strategies"] = tuple(data.get("comparable_strategies", ()))
         return cls(**values)
 
 

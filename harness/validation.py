@@ -55,7 +55,7 @@ def _unless_library_missing(load: Callable[[str], T], text: str) -> T | None:
 
 
 def check_options(name: str, loaded: type[implementation.Implementation], options: Mapping[str, Any]) -> None:
-    """ValueError for an option that `loaded` does not take, or a value its annotation does not allow."""
+    """ValueError for an option that `loaded` does not take, or a value that its annotation or it itself refuses."""
     known = implementation.options_of(loaded)
     if unknown := sorted(options.keys() - known.keys()):
         raise ValueError(f"option {', '.join(unknown)}: {name} takes {', '.join(sorted(known)) or 'no options'}")
@@ -70,6 +70,8 @@ def check_options(name: str, loaded: type[implementation.Implementation], option
         option for option, default in known.items() if default is inspect.Parameter.empty and option not in options
     ):
         raise ValueError(f"option {', '.join(missing)}: {name} has no default for it, got none")
+    if reason := loaded.refused_options(options):
+        raise ValueError(f"{name}: {reason}")
 
 
 def allows(hint: Any, value: Any) -> bool:

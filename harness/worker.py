@@ -239,6 +239,22 @@ class Worker:
                 recorder.mode = "pass"
         return {"records": records, "real_seconds": seconds["real"], "null_seconds": seconds["null"]}
 
+    def measure_latency(self, num_steps: int, delay_seconds: float) -> dict[str, list[float]] | None:
+        """Real and delayed steps in turn, at least `num_steps` of each; None where something went on without its delay.
+        Of three steps in a row the first does not count: the others may wait for what it has left in flight."""
+        recorder = self.recorder
+        assert recorder is not None, "latency is measured in instrumented launches only"
+        recorder.delay_seconds = delay_seconds
+        seconds: dict[str, list[float]] = {"real": [], "delayed": []}
+        while (done := len(seconds["delayed"])) < num_steps:
+            self.progress("measuring latency", done, num_steps)
+            for kind in ("real", "delayed"):
+                self._barrier()
+                recorder.mode = "delay" if kind == "delayed" else "pass"
+                seconds[kind] += self._timed_steps(3, synchronised=False).seconds[1:]
+                recorder.mode = "pass"
+        return {f"{kind}_seconds": steps for kind, steps in seconds.items()} if recorder.delayed_all else None
+
     def close(self) -> None:
         if self.implementation is not None:
             self.implementation.close()

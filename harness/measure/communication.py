@@ -20,6 +20,20 @@ a binomial tree, so that the root sends S up to log2(n) times; reduce sends its 
 anyone waited or not. *Blocked* is the time a caller spent inside a call or inside Work.wait; DDP's reducer waits in C++
 on a future, out of sight, so its blocked time is a lower bound. *Exposed* is what a step would save if communication
 cost nothing: the median step minus the median step over the null twin, copies and packing included.
+
+[Note: Latencies] How many latencies of the link a step waits for one after another: what it gets longer by when every
+operation is launched d later, over d. Operations in flight together count once, what computation hides not at all:
+
+    compute      | f1 |~~~~| f2 |~~~~|      2: each is waited for before anything else is done
+    in flight         |----|    |----|
+
+    compute      | b2 | b1 |~~~~|           1: the first is hidden by b1, and only the second is waited for
+    in flight         |----|
+    in flight              |----|
+
+An operation counts as one, however often the backend goes around its ring for it; a ring made of sends and receives
+counts for what it is. d is large against the noise of a step, and the same part of the computing whatever the strategy:
+the figure says how a step fares on a link of such latency, on which less is hidden than on a quick one.
 """
 
 from __future__ import annotations
@@ -34,6 +48,10 @@ Interval = tuple[float, float]  # begin, end; seconds
 Algorithm = Literal["gloo", "ring"]
 
 GLOO_MAX_SEGMENT_BYTES = 1 << 20
+
+_DELAY_OF_NULL_STEP = 0.25
+_MIN_DELAY_SECONDS = 0.02
+_MAX_SECONDS_OF_DELAYS = 3.0  # in one step
 
 
 class NothingRecorded(Exception):
@@ -233,3 +251,26 @@ def exposed(real_step_seconds: Sequence[float], null_step_seconds: Sequence[floa
     real, null = median(real_step_seconds), median(null_step_seconds)
     seconds = max(0.0, real - null)
     return {"communication.exposed_seconds": seconds, "communication.exposed_ratio": seconds / real}
+
+
+def delay_for(null_step_seconds: Sequence[float], calls_per_step: float) -> float:
+    """The d of [Note: Latencies]: a quarter of the null step, which is computing and little else; at least 20 ms; but a
+    step in which every operation waits for the one before must end within seconds."""
+    wanted = max(_MIN_DELAY_SECONDS, _DELAY_OF_NULL_STEP * median(null_step_seconds))
+    return min(wanted, _MAX_SECONDS_OF_DELAYS / max(1.0, calls_per_step))
+
+
+def exposed_latencies(
+    real_step_seconds: Sequence[float], delayed_step_seconds: Sequence[float], delay_seconds: float
+) -> dict[str, float]:
+    """[Note: Latencies] from real steps and from steps in which every operation was launched `delay_seconds` late."""
+    if not real_step_seconds or not delayed_step_seconds or delay_seconds <= 0:
+        raise ValueError(
+            "exposed latencies: expected samples of real and of delayed steps and a delay above 0 s, got "
+            f"{len(real_step_seconds)}, {len(delayed_step_seconds)} and {delay_seconds} s"
+        )
+    latencies = max(0.0, median(delayed_step_seconds) - median(real_step_seconds)) / delay_seconds
+    return {
+        "communication.exposed_latencies_per_step": latencies,
+        "communication.delay_seconds": delay_seconds,
+    }

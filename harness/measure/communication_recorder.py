@@ -1,10 +1,10 @@
-"""CommunicationRecorder: where every operation of a rank is written down, or passed on, or nulled."""
+"""CommunicationRecorder: where every operation of a rank is written down, or passed on, nulled or delayed."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from harness.measure.communication import Event, StepRecord
+from harness.measure.delay_line import DelayLine
 
-Mode = Literal["pass", "record", "null"]
+Mode = Literal["pass", "record", "null", "delay"]
 Mark = float | torch.cuda.Event  # a point in time: on the host's clock, or on a CUDA stream and read later
 
 SETTLE_SECONDS = 2.0
@@ -44,7 +45,8 @@ class CommunicationRecorder:
 
     Mode `pass` lets operations through and records nothing; `record` keeps those launched between `begin_step` and
     `end_step`; `null` is the null twin, where everything completes at once and moves nothing, so that results are
-    garbage and only the time of a step means anything. Set it between steps, on every rank, after the set-up and the
+    garbage and only the time of a step means anything; `delay` is a longer link, where everything is launched
+    `delay_seconds` late, without holding up its caller. Set it between steps, on every rank, after the set-up and the
     first two real steps, in which libraries agree on buckets and sizes. Safe to call from any thread: completions
     arrive on the backend's.
     """
@@ -56,6 +58,10 @@ class CommunicationRecorder:
         self._next_ticket = 0
         self._start: float | None = None
         self._cuda_start: torch.cuda.Event | None = None
+        self.delay_seconds = 0.0
+        self._delay_line = DelayLine()
+        self._due: dict[int, float] = {}  # by ticket: when a delayed operation may go on
+        self._has_undelayed = False
 
     @property
     def mode(self) -> Mode:
@@ -65,11 +71,32 @@ class CommunicationRecorder:
     def mode(self, mode: Mode) -> None:
         if mode not in get_args(Mode):
             raise ValueError(f"communication recorder: mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
+        if self._mode == "delay":
+            self._delay_line.drain()  # what is left over must not be overtaken
+        with self._changed:
+            self._due.clear()
         self._mode = mode
 
     @property
     def null(self) -> bool:
         return self._mode == "null"
+
+    @property
+    def delaying(self) -> bool:
+        return self._mode == "delay"
+
+    @property
+    def delayed_all(self) -> bool:
+        """Whether every operation was delayed that was to be: if not, delayed steps mean nothing."""
+        return not self._has_undelayed
+
+    def launch_later(self, launch: Callable[[], None]) -> None:
+        """Calls `launch` after the delay, on another thread."""
+        self._delay_line.put(launch, self.delay_seconds)
+
+    def could_not_delay(self) -> None:
+        """An operation of a delayed step went on without its delay."""
+        self._has_undelayed = True
 
     @property
     def recording(self) -> bool:
@@ -101,6 +128,11 @@ class CommunicationRecorder:
 
     def launched(self, operation: str, ranks: tuple[int, ...], tensor: Tensor, wire_bytes: int, transport: str) -> int:
         """A collective on `tensor`, a payload in the sense of [Note: Sizes], starts now; returns a ticket."""
+        if self.delaying:
+            with self._changed:
+                ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
+                self._due[ticket] = time.perf_counter() + self.delay_seconds
+            return ticket
         payload_bytes = tensor.numel() * tensor.element_size()
         return self.opened(
             operation, ranks, [tensor], payload_bytes=payload_bytes, wire_bytes=wire_bytes, transport=transport
@@ -137,6 +169,10 @@ class CommunicationRecorder:
             self._entries[ticket] = entry
         return ticket
 
+    def arrived(self, ticket: int) -> bool:
+        """Whether what peers have put in may be looked at: not before a delayed operation's delay has passed."""
+        return time.perf_counter() >= self._due.get(ticket, 0.0)
+
     def returned(self, ticket: int) -> None:
         """The call has returned; it blocked its caller until now."""
         if entry := self._entries.get(ticket):
@@ -150,7 +186,10 @@ class CommunicationRecorder:
 
     def completed(self, ticket: int) -> None:
         """It has completed; the first report counts."""
+        if not self.arrived(ticket):
+            self.could_not_delay()
         with self._changed:
+            self._due.pop(ticket, None)
             entry = self._entries.get(ticket)
             if entry is not None and entry.completed is None:
                 entry.completed = _now(entry.device)

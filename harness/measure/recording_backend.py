@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
-from torch.distributed import ProcessGroup, Work
-from torch.futures import Future
+from torch.distributed import ProcessGroup
 
 from harness.measure.communication import Algorithm, wire_bytes
 from harness.measure.communication_recorder import CommunicationRecorder
+from harness.measure.observed_work import DelayedWork, NullWork, RecordedWork
 
 BACKEND_NAME = "recording"
 RealBackend = Literal["gloo", "nccl"]
@@ -167,7 +167,9 @@ class RecordingProcessGroup(ProcessGroup):
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         real: Any = self._real  # the stubs lack it
-        self._observe("barrier", partial(real.monitored_barrier, timeout, wait_all_ranks), (), 0)
+        work = self._observe("barrier", partial(real.monitored_barrier, timeout, wait_all_ranks), (), 0)
+        if work is not None:
+            work.wait()
 
     # The names these had before torch 2.13; libraries still use them.
     _allgather_base = all_gather_single
@@ -187,9 +189,12 @@ class RecordingProcessGroup(ProcessGroup):
         ranks: tuple[int, ...] | None = None,
         wire: int | None = None,
     ) -> Any:
-        """Calls, or in the null twin doesn't; `results` are the tensors that the operation fills or sends."""
+        """Calls, now or later, or in the null twin not at all; `results` are the tensors that the operation fills or
+        sends."""
         if self._recorder.null:
-            return _NullWork(results)
+            return NullWork(list(_flatten(results)))
+        if self._recorder.delaying:
+            return self._delay(call)
         if not self._recorder.recording:
             return call()
         if wire is None:
@@ -211,100 +216,16 @@ class RecordingProcessGroup(ProcessGroup):
         if work is None:  # a monitored barrier: done when it returns
             self._recorder.completed(ticket)
             return None
-        return _RecordedWork(work, self._recorder, ticket)
+        return RecordedWork(work, self._recorder, ticket)
 
-
-class _RecordedWork(Work):
-    """The real work; it reports when it completes and how long its callers wait."""
-
-    def __init__(self, real: Work, recorder: CommunicationRecorder, ticket: int) -> None:
-        super().__init__()
-        self._real = real
-        self._recorder = recorder
-        self._ticket = ticket
-        try:
-            future = real.get_future()
-        except RuntimeError:  # gloo's point-to-point and reduce-scatter have none
-            self._completes_in_wait = True
-            recorder.completes_in_wait(ticket)
-        else:
-            self._completes_in_wait = False
-            future.add_done_callback(lambda _: recorder.completed(ticket))
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        with self._recorder.blocked(self._ticket):
-            done = self._real.wait(timeout)
-        if self._completes_in_wait:
-            self._recorder.completed(self._ticket)
-        return done
-
-    def get_future(self) -> Any:
-        return self._real.get_future()
-
-    def is_completed(self) -> bool:
-        return self._real.is_completed()
-
-    def is_success(self) -> bool:
-        return self._real.is_success()
-
-    def exception(self) -> Any:
-        return self._real.exception()
-
-    def result(self) -> list[Tensor]:
-        return self._real.result()
-
-    def synchronize(self) -> None:
-        self._real.synchronize()
-
-    def block_current_stream(self) -> None:
-        self._real.block_current_stream()
-
-    def source_rank(self) -> int:
-        return self._real.source_rank()
-
-    def _source_rank(self) -> int:
-        return self._real._source_rank()
-
-
-class _NullWork(Work):
-    """Completed from the start; its future holds the tensors as they are."""
-
-    def __init__(self, results: Any) -> None:
-        super().__init__()
-        self._results = list(_flatten(results))
-        devices: list[Any] = sorted({tensor.device for tensor in self._results if tensor.is_cuda}, key=str)
-        self._future: Future[list[Tensor]] = Future(devices=devices)
-        self._future.set_result(self._results)
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        return True
-
-    def get_future(self) -> Any:
-        return self._future
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
-
-    def exception(self) -> None:
-        return None
-
-    def result(self) -> list[Tensor]:
-        return self._results
-
-    def synchronize(self) -> None:
-        return None
-
-    def block_current_stream(self) -> None:
-        return None
-
-    def source_rank(self) -> int:
-        return 0
-
-    def _source_rank(self) -> int:
-        return 0
+    def _delay(self, call: Callable[[], Any]) -> Any:
+        """Calls later, or at once where a launch must come from the caller's own thread, and says so."""
+        if self._transport != "gloo":
+            self._recorder.could_not_delay()
+            return call()
+        work = DelayedWork(call)
+        self._recorder.launch_later(work.launch)
+        return work
 
 
 def _real_backend(name: RealBackend, ranks: tuple[int, ...], options: Any) -> Any:

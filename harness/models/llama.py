@@ -35,6 +35,7 @@ SIZES: dict[str, dict[str, int]] = {
         "max_position_embeddings": 128,
     },
 }
+_ATTENTION = "sdpa_causal"
 
 
 class Llama(nn.Module):
@@ -42,9 +43,13 @@ class Llama(nn.Module):
 
     def __init__(self, sizes: dict[str, int], *, tied: bool) -> None:
         super().__init__()
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        config = LlamaConfig(**sizes, tie_word_embeddings=tied, use_cache=False, attn_implementation="sdpa")
+        # The same kernel under a name of our own, for which transformers prepares no mask: to learn whether it needs
+        # one it would look at values, which a GPU must be waited for and which a meta tensor does not have.
+        AttentionInterface.register(_ATTENTION, sdpa_attention_forward)
+        config = LlamaConfig(**sizes, tie_word_embeddings=tied, use_cache=False, attn_implementation=_ATTENTION)
         self.causal = LlamaForCausalLM(config)
         _compute_norms_in_own_dtype(self.causal)
 

@@ -31,7 +31,8 @@ from harness.parameters import (
 from harness.workload import Batch, Workload
 from impls.native.parts import shared_memory
 from impls.native.parts.bucket_sums import BucketSums, OwnShares, Piece, ProcessGroupSums, SharedMemorySums
-from impls.native.parts.buckets import BucketPlan, Segment, plan_buckets, view_like
+from impls.native.parts.buckets import BucketPlan, plan_buckets
+from impls.native.parts.buffer_broadcasts import BufferBroadcasts
 from impls.native.parts.collectives import parameter_server_all_reduce, ring_all_reduce
 from impls.native.parts.direct_gradients import Place, TrainingTask, write_directly
 from impls.native.parts.flat_memory import copy_into
@@ -48,8 +49,9 @@ class NativeDataParallel(Implementation):
     """`reduction` says how gradients are summed over the process group (see parts/collectives.py), or "none": no
     training then, but the floor under this very code;
     `transport="shared_memory"` sums them through mapped memory where all ranks share a machine, and falls back to the
-    process group elsewhere (`transport` tells which it is). `bucket_bytes` bounds a bucket;
-    `direct_gradients` computes weight gradients where they are reduced (parts/direct_gradients.py).
+    process group elsewhere (`transport` tells which it is). `bucket_bytes` bounds a bucket; gradients of fewer than
+    `small_bytes` come to it together (parts/gradient_bucket.py); `direct_gradients` computes larger weight gradients
+    where they are reduced (parts/direct_gradients.py).
     """
 
     strategy = "data_parallel"
@@ -61,6 +63,13 @@ class NativeDataParallel(Implementation):
         if (layout.tensor, layout.pipeline) != (1, 1) or layout.shard not in (None, 1):
             return f"data parallel replicates the whole model: it takes only a data degree, got {layout}"
         return workload.fits_data_degree(layout.data)
+
+    @classmethod
+    def refused_options(cls, options: Mapping[str, Any]) -> str | None:
+        for name, least in (("bucket_bytes", 1), ("small_bytes", 0)):
+            if options.get(name, least) < least:
+                return f"{name} must be at least {least}, got {options[name]}"
+        return None
 
     @classmethod
     def predicted_memory(
@@ -94,6 +103,7 @@ class NativeDataParallel(Implementation):
         reduction: Reduction = "all_reduce",
         transport: Transport = "process_group",
         bucket_bytes: int = 25 << 20,
+        small_bytes: int = 128 << 10,
         direct_gradients: bool = True,
     ) -> None:
         for name, value, choices in (
@@ -102,6 +112,8 @@ class NativeDataParallel(Implementation):
         ):
             if value not in choices:
                 raise ValueError(f"native.ddp: {name} must be one of {', '.join(choices)}, got {value!r}")
+        if reason := self.refused_options({"bucket_bytes": bucket_bytes, "small_bytes": small_bytes}):
+            raise ValueError(f"native.ddp: {reason}")
         self.workload = workload
         self.device = device
         self.transport_fallback = shared_memory.why_not(mesh, device) if transport == "shared_memory" else None
@@ -110,7 +122,9 @@ class NativeDataParallel(Implementation):
         self.module = workload.build_model().to(device)
         self._refuse_sparse()
         self.parameters = dict(self.module.named_parameters())
-        self._buffers = _places_of_buffers(self.module)
+        self.buffers = BufferBroadcasts(self.module, self.group)
+        # Not with sums that are sent and received on another thread: one group takes one order of operations.
+        self._buffers_go_along = self.transport == "shared_memory" or reduction in ("all_reduce", "none")
         self.num_updates = 0
 
         by_name = {p.name: p for p in logical_parameters(self.module, workload.decays) if p.trainable}
@@ -121,21 +135,26 @@ class NativeDataParallel(Implementation):
         plans = plan_buckets(used[::-1], bucket_bytes)
         self.sums = self._make_sums(plans, mesh, device, reduction)
         self.buckets = [
-            GradientBucket(plan, self.parameters, self.sums.own(index), workload, device)
+            GradientBucket(plan, self.parameters, self.sums.own(index), workload, device, small_bytes=small_bytes)
             for index, plan in enumerate(plans)
         ]
         self._next_to_reduce = 0
         self._is_last_micro_batch = False
         for index, bucket in enumerate(self.buckets):
-            for segment in bucket.plan.segments:
-                self._watch(index, bucket, segment)
-        self._training_task = TrainingTask()
-        if direct_gradients:
-            places = {
-                name: Place(view, partial(self._claim, index, name))
-                for index, bucket in enumerate(self.buckets)
-                for name, view in bucket.gradient_views.items()
-            }
+            is_last = index == len(self.buckets) - 1
+            for name in bucket.parameters:
+                # Of the last bucket all is there when backward ends: nobody needs to look out for the small ones.
+                if not (is_last and name in bucket.small):
+                    self._watch(index, name)
+        self._training_task: TrainingTask | None = None
+        places = {
+            name: Place(view, partial(self._claim, index, name))
+            for index, bucket in enumerate(self.buckets)
+            for name, view in bucket.gradient_views.items()
+            if name not in bucket.small
+        }
+        if direct_gradients and places:
+            self._training_task = TrainingTask()
             write_directly(self.module, places, self._training_task)
 
     def train_step(self, batch: Batch) -> StepOutput:
@@ -151,17 +170,23 @@ class NativeDataParallel(Implementation):
                 loss = self.workload.loss_sum(self.module, micro_batch)
                 objective = loss / batch.global_num_tokens
             with phase("backward"):
-                self._training_task.starts_at(objective)
+                if self._training_task is not None:
+                    self._training_task.starts_at(objective)
                 objective.backward()
+                if not self._is_last_micro_batch:
+                    for bucket_index in range(len(self.buckets)):
+                        self._gather(bucket_index)
             loss_sum += loss.detach()
             num_tokens += micro_batch.num_tokens
         with phase("reduce"):
             while self._next_to_reduce < len(self.buckets):
                 self._reduce_next()
+            if self._buffers_go_along:
+                self.buffers.start()
         learning_rate = self.workload.training.learning_rate_at(self.num_updates)
         with phase("optimizer"):
             norm, skipped = self._step(learning_rate)
-        self._broadcast_buffers()
+        self.buffers.finish() if self._buffers_go_along else self.buffers.broadcast()
         return StepOutput(
             loss_sum=loss_sum,
             num_tokens=num_tokens,
@@ -204,14 +229,11 @@ class NativeDataParallel(Implementation):
         return norm, False
 
     def full_gradients(self) -> dict[str, Tensor]:
-        full = {}
+        full: dict[str, Tensor] = {}
         for index, bucket in enumerate(self.buckets):
             if not self.workload.training.checks_norm:
                 self.sums.collect(index)
-            scale = bucket.scale_left
-            for name, view in bucket.gradient_views.items():
-                if name not in bucket.unused:
-                    full[name] = view.cpu().clone() if scale is None else (view * scale).cpu()
+            full.update(bucket.whole_gradients())
         dist.barrier(group=self.group)  # nobody writes new gradients while another still reads these
         return full
 
@@ -219,9 +241,7 @@ class NativeDataParallel(Implementation):
         self._check_parameters()
         full = {name: parameter.detach().cpu().clone() for name, parameter in self.parameters.items()}
         for bucket in self.buckets:
-            for segment in bucket.plan.segments:
-                name = segment.parameter.name
-                full[name] = view_like(bucket.optimizer.master, segment, self.parameters[name]).cpu().clone()
+            full.update(bucket.whole_parameters())
         return full
 
     def facts(self) -> Mapping[str, str]:
@@ -263,28 +283,29 @@ class NativeDataParallel(Implementation):
         """A parameter put in the place of one taken over would train on its own, or not at all, in silence."""
         current = dict(self.module.named_parameters())
         for bucket in self.buckets:
-            for name, pointer in bucket.parameter_pointers.items():
-                parameter = current.get(name)
-                if parameter is not self.parameters[name] or (parameter.numel() and parameter.data_ptr() != pointer):
-                    raise RuntimeError(
-                        f"parameter {name} was replaced after native.ddp took it over: it is no longer the tensor "
-                        f"that is reduced and stepped"
-                    )
+            if (name := bucket.replaced(current)) is not None:
+                raise RuntimeError(
+                    f"parameter {name} was replaced after native.ddp took it over: it is no longer the tensor that "
+                    f"is reduced and stepped"
+                )
 
     def _refuse_sparse(self) -> None:
         for name, module in self.module.named_modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
                 raise ValueError(f"native.ddp reduces dense gradients: {name} is an embedding with sparse=True")
 
-    def _watch(self, index: int, bucket: GradientBucket, segment: Segment) -> None:
-        """After each backward moves the parameter's gradient into its bucket and, in the last micro-batch, starts
-        every sum that is due."""
-        name = segment.parameter.name
+    def _watch(self, index: int, name: str) -> None:
+        """After each backward moves the parameter's gradient into its bucket, unless it is a small one, and in the last
+        micro-batch starts every sum that is due."""
+        bucket = self.buckets[index]
         view = bucket.gradient_views[name]
+        is_small = name in bucket.small
 
         def gradient_is_ready(parameter: Tensor) -> None:
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is not None:
+            if parameter.grad is not None and is_small:
+                self._refuse_late(index, name)
+            elif parameter.grad is not None:
+                gradient, parameter.grad = parameter.grad, None
                 # Copied at once: the gradient is still in the cache, and its memory serves the next one.
                 copy_into(view, gradient) if self._claim(index, name) else view.add_(gradient)
             if self._is_last_micro_batch:
@@ -296,45 +317,29 @@ class NativeDataParallel(Implementation):
         self.parameters[name].register_post_accumulate_grad_hook(gradient_is_ready)
 
     def _claim(self, index: int, name: str) -> bool:
-        """Before every write of a gradient to its bucket: True for the first one of this step."""
+        """Before every write of a large gradient to its bucket: True for the first one of this step."""
+        self._refuse_late(index, name)
         bucket = self.buckets[index]
-        if index < self._next_to_reduce:
-            raise RuntimeError(f"native.ddp: {name} got a further gradient after its bucket's reduction had begun")
         if not bucket.filled:
             self.sums.reclaim(index)
         is_first = name not in bucket.filled
         bucket.filled.add(name)
         return is_first
 
+    def _refuse_late(self, index: int, name: str) -> None:
+        if index < self._next_to_reduce:
+            raise RuntimeError(f"native.ddp: {name} got a further gradient after its bucket's reduction had begun")
+
+    def _gather(self, index: int) -> None:
+        bucket = self.buckets[index]
+        if not bucket.filled:
+            self.sums.reclaim(index)
+        bucket.gather()
+
     def _reduce_next(self) -> None:
         """Starts the sum of the next bucket. Always in bucket order: ranks may complete theirs in different orders."""
         index = self._next_to_reduce
-        bucket = self.buckets[index]
         self._next_to_reduce += 1
-        if not bucket.filled:
-            self.sums.reclaim(index)
-        bucket.mark_unused()
+        self._gather(index)
+        self.buckets[index].mark_unused()
         self.sums.start(index)
-
-    def _broadcast_buffers(self) -> None:
-        """The first rank's buffers win, once per step."""
-        in_flight = []
-        for module, name in self._buffers:
-            buffer = module.get_buffer(name)
-            sent = buffer.contiguous()  # a collective takes a buffer's memory for its elements in order
-            work = dist.broadcast(sent, group=self.group, group_src=0, async_op=True)
-            in_flight.append((work, buffer, sent))
-        for work, buffer, sent in in_flight:
-            assert work is not None
-            work.wait()
-            if sent is not buffer:
-                buffer.copy_(sent)
-
-
-def _places_of_buffers(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Where each buffer of `model` is found, once: a module may put a new tensor there in any forward."""
-    found: dict[Tensor, tuple[nn.Module, str]] = {}
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            found.setdefault(buffer, (module, name))
-    return list(found.values())

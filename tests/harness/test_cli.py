@@ -53,6 +53,8 @@ def results(directory: Path, *statuses: str) -> Path:
         (["report", "no_such_directory"], "expected a results directory with results.jsonl, found none"),
         (["report", ".", "--format", "xml"], "'xml' is not one of"),
         (["upload", "no_such_directory"], "expected a results directory with results.jsonl, found none"),
+        (["compare", "no_such_directory"], "expected a results directory or its results.jsonl, got neither"),
+        (["compare", __file__], "expected a results directory or its results.jsonl, got neither"),
         (["try", "native.dpp"], "implementation 'native.dpp': expected one of"),
         (["try", "native.ddp", "--data", "two"], "expected an integer, got 'two'"),
         (["try", "native.ddp", "--data", "0"], "layout: data must be a positive integer, got 0"),
@@ -136,6 +138,19 @@ def test_report_names_a_broken_line(capsys: pytest.CaptureFixture[str], tmp_path
     assert "results.jsonl, line 2: not a result" in capsys.readouterr().err
 
 
+def test_compare_prints_the_page_or_writes_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    results(tmp_path / "r", "ok", "failed")
+    assert cli.main(["compare", "r"]) == 0
+    page = capsys.readouterr().out
+    assert "| torch.ddp | - |" in page
+    assert "`meshmark compare r`" in page
+    assert cli.main(["compare", "r/results.jsonl", "--out", "page.md"]) == 0
+    assert capsys.readouterr().out == "page.md: 2 cases\n"
+    assert Path("page.md").read_text() == page.replace("compare r`", "compare r/results.jsonl`")
+    assert cli.main(["compare", "r", "--out", "nowhere/page.md"]) == 2
+    assert "'nowhere/page.md'" in capsys.readouterr().err
+
+
 def test_an_upload_that_did_not_arrive_fails_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     directory = str(results(tmp_path / "r", "ok"))
     assert cli.main(["upload", directory, "--tracking-uri", "http://127.0.0.1:1"]) == 1
@@ -156,7 +171,7 @@ def test_list_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_teaches_and_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 0
     output = capsys.readouterr().out
-    for expected in ("run", "try", "list", "report", "upload", "Exit code"):
+    for expected in ("run", "try", "list", "report", "compare", "upload", "Exit code"):
         assert expected in output
 
 

@@ -42,6 +42,28 @@ def test_peers_compares_ours_over_both_transports_with_a_peer_and_the_floor_ever
         assert cases[0].measurement.rounds >= 4, "fewer rounds have no spread"
 
 
+def test_sharding_compares_every_stage_with_data_parallel_and_a_peer_against_the_floor() -> None:
+    suite = suites.load("sharding")
+    assert suite.interleaved
+    cases = [case for case in suite.cases if case.role != "reference"]
+    over_all, in_pairs = ({case.label: case for case in cases if case.world_size == size} for size in (2, 4))
+    transports = ("process_group", "shared_memory")
+    ours = {f"native.zero stage={stage} transport={name}" for stage in (1, 2, 3) for name in transports}
+    theirs = {"torch.ddp", "torch.zero", *(f"torch.fsdp reshard_after_forward={value}" for value in (True, False))}
+    assert over_all.keys() == {"native.floor", "native.ddp", *ours, *theirs}
+    assert {label for label, case in over_all.items() if case.role == "peer"} == theirs
+    assert in_pairs.keys() == {"native.floor", "native.zero stage=3", "torch.fsdp reshard_after_forward=True"}
+    assert all(case.layout.shard == 2 for case in in_pairs.values())
+    for members in (over_all, in_pairs):
+        assert members["native.floor"].role == "floor"
+        assert len({case.measurement for case in members.values()}) == 1, "a comparison measures all alike"
+    measurement = over_all["native.ddp"].measurement
+    assert measurement.memory_steps
+    assert measurement.communication_steps
+    assert next(iter(over_all)) == "native.floor"
+    assert list(over_all)[1] == "native.ddp", "the first that trains is what the page compares the others with"
+
+
 def test_peers_trains_the_model_that_is_heavy_on_communication() -> None:
     workload = models.load(suites.load("peers").cases[0].workload)
     num_parameters = sum(parameter.numel() for parameter in workload.build_model().parameters())

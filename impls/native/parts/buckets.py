@@ -38,7 +38,7 @@ class BucketPlan:
 
     @property
     def num_elements(self) -> int:
-        return self.segments[-1].stop
+        return self.segments[-1].stop if self.segments else 0
 
 
 def plan_buckets(parameters: Sequence[LogicalParameter], capacity_bytes: int) -> tuple[BucketPlan, ...]:

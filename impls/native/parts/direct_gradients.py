@@ -24,11 +24,17 @@ Claim = Callable[[], bool]
 """Says whether a write to a gradient's place is the first of this step, which overwrites; any later one adds."""
 
 
+def _always() -> bool:
+    return True
+
+
 class Place(NamedTuple):
-    """Where the gradient of one parameter belongs: `view` has the parameter's shape."""
+    """Where the gradient of one parameter belongs: `view` has the parameter's shape. While the place is not open (its
+    memory still serves something else) layers hand the gradient back as usual."""
 
     view: Tensor
     claim: Claim
+    is_open: Callable[[], bool] = _always
 
 
 class TrainingTask:
@@ -132,7 +138,7 @@ class _Linear(torch.autograd.Function):
         transposed, flat_inputs = rows.t(), inputs.reshape(-1, inputs.shape[-1])
         for_inputs = (rows @ weight).view(inputs.shape) if ctx.needs_input_grad[0] else None
         has_bias = ctx.needs_input_grad[2]
-        if not task.is_running():
+        if not (task.is_running() and weight_place.is_open()):
             for_weight = transposed @ flat_inputs if ctx.needs_input_grad[1] else None
             return for_inputs, for_weight, rows.sum(0) if has_bias else None, None
         if weight_place.claim():
@@ -141,7 +147,7 @@ class _Linear(torch.autograd.Function):
             weight_place.view.addmm_(transposed, flat_inputs)
         if not has_bias:
             return for_inputs, None, None, None
-        if bias_place is None:
+        if bias_place is None or not bias_place.is_open():
             return for_inputs, None, rows.sum(0), None
         if bias_place.claim():
             torch.sum(rows, 0, out=bias_place.view)
@@ -161,7 +167,7 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, None, None]:
         (indices,) = ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1])
-        if not ctx.task.is_running():
+        if not (ctx.task.is_running() and ctx.place.is_open()):
             return None, gradient.new_zeros(ctx.shape).index_add(0, indices.flatten(), rows), None, None
         if ctx.place.claim():
             ctx.place.view.zero_()

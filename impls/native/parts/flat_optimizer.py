@@ -22,8 +22,8 @@ from impls.native.parts.buckets import BucketPlan, Segment
 
 @dataclass(kw_only=True)
 class _Run:
-    """Elements [start, stop) of the bucket, stepped together. `num_steps` is the fused kernel's own step counter;
-    `names` are the parameters that lie there."""
+    """Elements [start, stop) of the bucket, stepped together. `num_steps` is fused AdamW's own step counter, zero for
+    SGD; `names` are the parameters that lie there."""
 
     start: int
     stop: int
@@ -83,7 +83,8 @@ class FlatOptimizer:
         if not runs:
             return None
         scale_left = None
-        torch._foreach_add_([run.num_steps for run in runs], 1)
+        if self._training.optimizer == "adamw":
+            torch._foreach_add_([run.num_steps for run in runs], 1)
         for start, stop, values in gradients:
             in_masters_dtype = values.to(self.master.dtype)
             if gradient_scale is not None and in_masters_dtype is values:

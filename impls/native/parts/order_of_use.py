@@ -3,6 +3,8 @@ in which backward completes their gradients."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -16,17 +18,33 @@ def order_of_use(workload: Workload, data_degree: int) -> list[str]:
     A forward pass of another model on the meta device, which computes nothing, finds it; what the pass does not reach
     is left out, and so is everything of a model that cannot be built or run there (its control flow depends on values).
     """
-    inputs = workload.batch(0, data_rank=0, data_degree=data_degree).micro_batches[0].inputs
+    inputs = first_inputs(workload, data_degree)
     try:
         return _traced(workload, inputs)
     except Exception:  # whatever a model does with tensors that have no values
         return []
 
 
-def _traced(workload: Workload, inputs: Tensor) -> list[str]:
-    model = workload.model_without_memory()
+def first_inputs(workload: Workload, data_degree: int) -> Tensor:
+    """What the first data rank feeds forward first."""
+    return workload.batch(0, data_rank=0, data_degree=data_degree).micro_batches[0].inputs
+
+
+def in_compute_precision(workload: Workload, model: nn.Module) -> nn.Module:
+    """`model` with the dtypes that it is trained in, in training mode."""
     if not workload.fixed_dtypes:
         model.to(workload.precision.compute)
+    return model.train()
+
+
+def forward_without_values(model: nn.Module, inputs: Tensor) -> Any:
+    """The outputs on the meta device of a model that lies there; a model that asks for values raises what it likes."""
+    with torch.no_grad(), torch.device("meta"):
+        return model(inputs.to("meta"))
+
+
+def _traced(workload: Workload, inputs: Tensor) -> list[str]:
+    model = in_compute_precision(workload, workload.model_without_memory())
     registered = {parameter: name for name, parameter in model.named_parameters()}  # a tied one under its first name
     owned = {module: [registered[p] for p in module.parameters(recurse=False)] for module in model.modules()}
     entered: dict[str, None] = {}
@@ -37,6 +55,5 @@ def _traced(workload: Workload, inputs: Tensor) -> list[str]:
     for module, names in owned.items():
         if names:
             module.register_forward_pre_hook(note)
-    with torch.no_grad(), torch.device("meta"):
-        model(inputs.to("meta"))
+    forward_without_values(model, inputs)
     return list(entered)

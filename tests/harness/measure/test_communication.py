@@ -10,7 +10,9 @@ from harness.measure.communication import (
     Event,
     NothingRecorded,
     StepRecord,
+    delay_for,
     exposed,
+    exposed_latencies,
     exposed_seconds,
     overlap_seconds,
     summarise,
@@ -191,6 +193,31 @@ def test_exposed_is_the_difference_of_medians_and_never_negative():
     assert set(exposed([1.0], [1.5]).values()) == {0.0}
     with pytest.raises(ValueError, match="got 1 and 0"):
         exposed([1.0], [])
+
+
+def test_exposed_latencies_are_what_a_step_gets_longer_by_over_the_delay():
+    assert exposed_latencies([0.5, 0.4, 9.0], [1.0, 1.1, 9.0], 0.2) == {
+        "communication.exposed_latencies_per_step": pytest.approx(3.0),
+        "communication.delay_seconds": 0.2,
+    }
+    assert exposed_latencies([1.0], [0.9], 0.1)["communication.exposed_latencies_per_step"] == 0.0
+    with pytest.raises(ValueError, match=r"a delay above 0 s, got 1, 0 and 0\.1 s"):
+        exposed_latencies([1.0], [], 0.1)
+    with pytest.raises(ValueError, match="got 1, 1 and 0 s"):
+        exposed_latencies([1.0], [1.0], 0)
+
+
+@pytest.mark.parametrize(
+    ("null_seconds", "calls", "delay"),
+    [
+        ([0.4, 0.2, 9.0], 10, 0.1),  # a quarter of the median null step
+        ([0.01], 10, 0.02),
+        ([0.4], 300, 0.01),  # 300 of them in 3 s
+        ([0.01], 0, 0.02),
+    ],
+)
+def test_the_delay_is_large_against_a_step_and_not_endless(null_seconds, calls, delay):
+    assert delay_for(null_seconds, calls) == pytest.approx(delay)
 
 
 def test_records_survive_json():

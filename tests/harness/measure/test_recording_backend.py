@@ -1,4 +1,4 @@
-"""The recording backend under real processes: results, exact bytes, waiting, sub-groups, DDP and the null twin."""
+"""The recording backend under real processes: results, exact bytes, waiting, sub-groups, DDP, null twin and delays."""
 
 from __future__ import annotations
 
@@ -412,8 +412,83 @@ def _null_ddp(recorder: CommunicationRecorder, rank: int, n: int) -> bool:
     return all(parameter.isfinite().all() for parameter in model.parameters())
 
 
+DELAY = 0.1  # seconds
+
+
+def _seconds_delayed(recorder: CommunicationRecorder, run: Callable[[], object], delay_seconds: float = DELAY) -> float:
+    """How long `run` takes on a longer link; whatever it leaves in flight has been launched when this returns."""
+    dist.barrier()
+    recorder.delay_seconds = delay_seconds
+    recorder.mode = "delay"
+    begin = time.perf_counter()
+    run()
+    seconds = time.perf_counter() - begin
+    recorder.mode = "pass"
+    assert recorder.delayed_all
+    return seconds
+
+
+def _all_at_once(num_operations: int, compute_seconds: float = 0.0) -> None:
+    tensors = [torch.full((8,), float(number)) for number in range(num_operations)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    time.sleep(compute_seconds)
+    for work in works:
+        work.wait()
+    assert [int(tensor[0]) for tensor in tensors] == [
+        number * dist.get_world_size() for number in range(num_operations)
+    ]
+
+
+def _one_after_another(num_operations: int) -> None:
+    for _ in range(num_operations):
+        _all_at_once(1)
+
+
+def _delayed(recorder: CommunicationRecorder, rank: int, n: int) -> dict[str, float]:
+    def late() -> None:
+        time.sleep(0.1 * rank)
+        _all_at_once(1)
+
+    scenes: dict[str, Callable[[], object]] = {
+        "one after another": lambda: _one_after_another(3),
+        "all at once": lambda: _all_at_once(6),
+        "under compute": lambda: _all_at_once(6, compute_seconds=2 * DELAY),
+        "a late partner": late,
+        "exchange": lambda: _ring_of_batched_exchanges(rank, n),
+        "reduce-scatter": lambda: _reduce_scatter_tensor(rank, n),
+        "from C++": lambda: _functional_from_cpp(rank, n),
+        "barrier": lambda: _monitored_barrier(rank, n),
+    }
+    return {name: _seconds_delayed(recorder, run) for name, run in scenes.items()}
+
+
+def _every_operation_delayed(recorder: CommunicationRecorder, rank: int, n: int) -> None:
+    _seconds_delayed(recorder, lambda: [run(rank, n) for run, _ in OPERATIONS], 0.002)
+
+
+def _left_in_flight(recorder: CommunicationRecorder, rank: int, n: int) -> bool:
+    """What a delayed step leaves over is not overtaken by the next one's operations: on other ranks they may differ."""
+    first, second = torch.full((4,), 1.0), torch.full((9,), 10.0)
+    works = []
+    _seconds_delayed(recorder, lambda: works.append(dist.all_reduce(first, async_op=True)))
+    dist.all_reduce(second)
+    works[0].wait()
+    return first.equal(torch.full((4,), float(n))) and second.equal(torch.full((9,), 10.0 * n))
+
+
+def _delayed_ddp(recorder: CommunicationRecorder, rank: int, n: int) -> dict[str, object]:
+    plain = DistributedDataParallel(_model(), process_group=dist.new_group(backend="gloo"), bucket_cap_mb=0.02)
+    wrapped = DistributedDataParallel(_model(), bucket_cap_mb=0.02)
+    for model in (plain, wrapped, plain, wrapped):
+        _train(model, rank)
+    _train(plain, rank)
+    seconds = _seconds_delayed(recorder, lambda: _train(wrapped, rank))
+    return {"seconds": seconds, "bit_equal": all(map(torch.equal, plain.parameters(), wrapped.parameters()))}
+
+
 def _body_of_two(recorder: CommunicationRecorder, rank: int, n: int) -> dict[str, object]:
     parts = (_every_operation, _objects, _late_partner, _ddp, _null_ddp)
+    parts += (_delayed, _every_operation_delayed, _left_in_flight, _delayed_ddp)
     return {part.__name__: part(recorder, rank, n) for part in parts}
 
 
@@ -499,6 +574,38 @@ def test_the_null_twin_trains_alone(two):
     assert all(report["_null_ddp"] for report in two)
 
 
+@pytest.mark.parametrize(
+    ("scene", "num_latencies", "other_seconds"),
+    [
+        ("one after another", 3, 0.0),
+        ("all at once", 1, 0.0),
+        ("under compute", 0, 2 * DELAY),
+        ("a late partner", 1, 0.1),
+        ("exchange", 1, 0.0),
+        ("reduce-scatter", 1, 0.0),
+        ("from C++", 3, 0.0),
+        ("barrier", 1, 0.0),
+    ],
+)
+def test_a_longer_link_costs_as_many_latencies_as_are_waited_for_one_after_another(
+    scene, num_latencies, other_seconds, two
+):
+    least = num_latencies * DELAY + other_seconds
+    for report in two:
+        # A busy machine may come between; one latency for each of six operations would be five delays more.
+        assert least <= report["_delayed"][scene] < least + 4.5 * DELAY
+
+
+def test_what_is_left_in_flight_is_not_overtaken(two):
+    assert all(report["_left_in_flight"] for report in two)
+
+
+def test_ddp_on_a_longer_link_trains_the_same_and_waits_for_its_buckets_together(two):
+    for report in two:
+        assert report["_delayed_ddp"]["bit_equal"]
+        assert DELAY <= report["_delayed_ddp"]["seconds"] < 4 * DELAY
+
+
 # The formulas against the bytes each process really writes.
 
 
@@ -553,7 +660,7 @@ def test_bad_input_is_named():
     with pytest.raises(ValueError, match="expected gloo or nccl underneath, got 'mpi'"):
         install(CommunicationRecorder(), "mpi")
     recorder = CommunicationRecorder()
-    with pytest.raises(ValueError, match="mode must be one of pass, record, null, got 'off'"):
+    with pytest.raises(ValueError, match="mode must be one of pass, record, null, delay, got 'off'"):
         recorder.mode = "off"
     with pytest.raises(ValueError, match="end_step needs a begin_step"):
         recorder.end_step()
@@ -582,6 +689,26 @@ def test_a_transport_of_ones_own_reports_as_an_observer():
     assert 0.02 <= record.blocked_seconds() <= record.busy_seconds() < record.seconds - 0.01
     recorder.mode = "null"
     assert recorder.null
+
+
+def test_a_transport_of_ones_own_is_delayed_if_it_asks_and_told_of_if_it_does_not():
+    recorder = CommunicationRecorder()
+    recorder.delay_seconds = 0.05
+    assert recorder.arrived(IGNORED)
+    recorder.mode = "delay"
+    tickets = [recorder.launched("all_reduce", (0, 1), torch.zeros(4), 16, "shared_memory") for _ in range(3)]
+    assert not any(recorder.arrived(ticket) for ticket in tickets)
+    time.sleep(0.06)
+    assert all(recorder.arrived(ticket) for ticket in tickets)
+    recorder.completed(tickets[0])
+    assert recorder.delayed_all
+    hasty = recorder.launched("all_reduce", (0, 1), torch.zeros(4), 16, "shared_memory")
+    recorder.mode = "pass"
+    recorder.completed(hasty)  # of a step that is over
+    assert recorder.delayed_all
+    recorder.mode = "delay"
+    recorder.completed(recorder.launched("all_reduce", (0, 1), torch.zeros(4), 16, "shared_memory"))
+    assert not recorder.delayed_all
 
 
 def test_the_end_of_a_step_waits_for_completions_on_their_way():

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -27,56 +24,22 @@ from tests.conftest import parity_case
 
 if TYPE_CHECKING:
     from tests.conftest import Worlds
+    from tests.impls.native.parts.conftest import PlayedGroups, ReportedCollectives
 
 PROBES = Path(__file__).parents[1] / "probes.py"
 Play = Callable[..., list[SharedBuffers]]
 
 
-class Observer:
-    """Keeps what a transport reports."""
-
-    def __init__(self) -> None:
-        self.null = False
-        self.wire_bytes: list[int] = []
-        self.completions: list[int] = []
-
-    def launched(self, operation: str, ranks: tuple[int, ...], tensor: torch.Tensor, wire: int, transport: str) -> int:
-        assert (operation, transport) == ("all_reduce", "shared_memory")
-        self.wire_bytes.append(wire)
-        return len(self.wire_bytes) - 1
-
-    def completed(self, ticket: int) -> None:
-        self.completions.append(ticket)
-
-    @contextmanager
-    def blocked(self, ticket: int) -> Iterator[None]:
-        yield
-
-
 @pytest.fixture
-def play(monkeypatch: pytest.MonkeyPatch) -> Play:
+def play(played_groups: PlayedGroups) -> Play:
     """Makes the buffers of `num_ranks` ranks over the same memory."""
 
     def make(num_ranks: int, *shapes: tuple[int, torch.dtype], **others: Any) -> list[SharedBuffers]:
-        maps: list[mmap.mmap] = []
-
-        def map_everyone(size: int, group: object) -> list[mmap.mmap]:
-            if not maps:
-                maps.extend(mmap.mmap(-1, size) for _ in range(num_ranks))
-            return list(maps)
-
-        monkeypatch.setattr(shared_memory, "_map_everyone", map_everyone)
-        monkeypatch.setattr(
-            shared_memory.dist, "get_process_group_ranks", lambda group: list(range(10, 10 + group.size()))
-        )
         return [
             SharedBuffers(
-                shapes,
-                SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: num_ranks),  # type: ignore[arg-type]
-                timeout_seconds=others.get("timeout_seconds", 0.05),
-                observer=others.get("observer"),
+                shapes, group, timeout_seconds=others.get("timeout_seconds", 0.05), observer=others.get("observer")
             )
-            for rank in range(num_ranks)
+            for group in played_groups(num_ranks)
         ]
 
     return make
@@ -216,9 +179,8 @@ def test_buffers_are_summed_in_whatever_order_peers_publish_them(play: Play) -> 
         assert torch.equal(read(ranks[1], index), expected[index])
 
 
-def test_a_null_step_moves_nothing_and_real_steps_go_on_after_it(play: Play) -> None:
-    observer = Observer()
-    ranks = play(2, (32, torch.float32), observer=observer)
+def test_a_null_step_moves_nothing_and_real_steps_go_on_after_it(play: Play, reported: ReportedCollectives) -> None:
+    ranks = play(2, (32, torch.float32), observer=reported)
 
     def step() -> torch.Tensor:
         for rank in ranks:
@@ -234,22 +196,23 @@ def test_a_null_step_moves_nothing_and_real_steps_go_on_after_it(play: Play) -> 
         return expected
 
     for null in (False, True, False, True, True, False):
-        observer.null = null
+        reported.null = null
         expected = step()
         if null:
             assert [rank.own(0)[0].item() for rank in ranks] == [2.0, 3.0]
         else:
             assert torch.equal(read(ranks[0], 0), expected)
-    assert len(observer.wire_bytes) == 2 * 3
-    assert sorted(observer.completions) == list(range(6))
+    assert reported.launches == [("all_reduce", (10, 11), 128, 128)] * 2 * 3
+    assert sorted(reported.completions) == list(range(6))
 
 
 @pytest.mark.parametrize(("num_ranks", "wire_bytes"), [(1, 0), (2, 40), (3, 54), (4, 60)])
-def test_reports_what_a_ring_would_send_rounded_up(play: Play, num_ranks: int, wire_bytes: int) -> None:
-    observer = Observer()
-    for rank in play(num_ranks, (10, torch.float32), observer=observer):
+def test_reports_what_a_ring_would_send_rounded_up(
+    play: Play, reported: ReportedCollectives, num_ranks: int, wire_bytes: int
+) -> None:
+    for rank in play(num_ranks, (10, torch.float32), observer=reported):
         rank.publish(0)
-    assert observer.wire_bytes == [wire_bytes] * num_ranks
+    assert reported.wire_bytes == [wire_bytes] * num_ranks
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7])
@@ -279,6 +242,12 @@ def test_says_why_memory_cannot_be_shared(
     monkeypatch.setattr(shared_memory.platform, "machine", lambda: machine)
     mesh = Mesh(Layout(data=2), topology, 0, torch.device("cpu"))
     assert shared_memory.why_not(mesh, torch.device(device)) == reason
+
+
+def test_a_group_within_each_node_can_share_memory_where_the_whole_axis_cannot() -> None:
+    mesh = Mesh(Layout(data=4, shard=2), Topology(num_nodes=2, ranks_per_node=2), 0, torch.device("cpu"))
+    assert shared_memory.why_not(mesh, torch.device("cpu")) == "the group spans several nodes"
+    assert shared_memory.why_not(mesh, torch.device("cpu"), "shard") is None
 
 
 def test_real_ranks_of_unlike_speed_get_the_sums(worlds: Worlds) -> None:

@@ -1,0 +1,116 @@
+"""What a run compares: its cases side by side, each with what its memory and its time are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from harness.case import Case
+from harness.result import RESULTS_FILE, Result, read
+
+_STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One case in a table; `baseline_seconds` is the step of what its time is compared with."""
+
+    result: Result
+    baseline_seconds: float | None
+
+    @property
+    def name(self) -> str:
+        """The implementation with its options, and the shard degree where the layout sets one."""
+        case = self.result.case
+        shard = [] if case.layout.shard is None else [f"shard={case.layout.shard}"]
+        return " ".join([case.label, *shard, *(["(floor)"] if case.role == "floor" else [])])
+
+    def metric(self, name: str) -> float | None:
+        return self.result.metrics.get(name)
+
+    @property
+    def state_bytes(self) -> float | None:
+        return _sum(self.metric(f"memory.{name}") for name in _STATES)
+
+    @property
+    def predicted_state_bytes(self) -> float | None:
+        return _sum(self.metric(f"memory.predicted_{name}") for name in _STATES)
+
+    @property
+    def step_ratio(self) -> float | None:
+        seconds = self.metric("step.median_seconds")
+        return None if seconds is None or not self.baseline_seconds else seconds / self.baseline_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The cases of one workload, layout (whatever its shard degree), topology and precision."""
+
+    title: str
+    rows: tuple[Row, ...]
+    baseline: str  # what times are compared with: the floor, or the fastest
+
+    @property
+    def rivals(self) -> tuple[Row, ...]:
+        """Those that train; the first one is what sentences compare the others with."""
+        return tuple(row for row in self.rows if row.result.case.role != "floor")
+
+
+def read_run(path: Path) -> list[Result]:
+    """The results of a run: of a directory, or of the results file in it. ValueError if it is neither."""
+    directory = path.parent if path.name == RESULTS_FILE else path
+    if not directory.is_dir():
+        raise ValueError(f"{path}: expected a results directory or its {RESULTS_FILE}, got neither")
+    results = read(directory)
+    if not any(is_measured(result) for result in results):
+        raise ValueError(
+            f"{path}: expected at least one case that was measured beside the reference, got none in {len(results)}"
+        )
+    return results
+
+
+def comparisons(results: Sequence[Result]) -> list[Comparison]:
+    """What is compared with what. A time is held against the fastest floor of the very same layout, which took turns
+    with it; where a comparison has a layout without one, against the fastest case."""
+    groups: dict[str, list[Result]] = {}
+    for result in filter(is_measured, results):
+        groups.setdefault(_title(result.case), []).append(result)
+    found = []
+    for title, members in groups.items():
+        by_layout: dict[str, list[Result]] = {}
+        for member in members:
+            by_layout.setdefault(str(member.case.layout), []).append(member)
+        has_floors = all(any(m.case.role == "floor" for m in same) for same in by_layout.values())
+        baselines = {
+            layout: min(
+                (m.metrics["step.median_seconds"] for m in same if _is_baseline(m, has_floors)),
+                default=None,
+            )
+            for layout, same in by_layout.items()
+        }
+        rows = tuple(Row(result=m, baseline_seconds=baselines[str(m.case.layout)]) for m in members)
+        found.append(Comparison(title=title, rows=rows, baseline="floor" if has_floors else "fastest"))
+    return found
+
+
+def is_measured(result: Result) -> bool:
+    """Whether it has a row: the reference is what is true, not what is compared."""
+    return result.case.role != "reference" and result.status in ("ok", "parity failed") and bool(result.metrics)
+
+
+def _is_baseline(result: Result, has_floors: bool) -> bool:
+    return "step.median_seconds" in result.metrics and (result.case.role == "floor" or not has_floors)
+
+
+def _title(case: Case) -> str:
+    """Shard degrees of one data degree stand side by side; a link that is not this machine's own is named."""
+    layout = replace(case.layout, shard=None)
+    topology = str(case.placed)
+    where = [] if topology == f"1x{case.world_size}" else [topology]
+    return ", ".join([f"`{case.workload}`", str(layout), *where, case.precision])
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None

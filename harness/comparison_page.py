@@ -1,0 +1,206 @@
+"""A page that compares strategies, generated from a run: what each costs in memory, on the wire, in latencies, in time
+and in lines, each measured figure beside its closed form. Nothing on it comes from anywhere but the results."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.comparison import Comparison, Row, comparisons
+from harness.reasons import departures, measured_on, reasons
+from harness.report import Column, figure
+from harness.result import Result
+
+_MIB = 2**20
+_BESIDE_STATES = {
+    "communication_buffer_bytes": "communication buffers",
+    "activation_bytes": "activations",
+    "other_bytes": "other",
+}
+LEGEND = (
+    "states: parameters, gradients and optimizer states of the rank that holds most of each, measured; predicted: the "
+    "strategy's closed form of them. Neither has anything in it that stands under *beside states*; that is given at "
+    "its own largest, and part of the peak",
+    "peak: the most bytes allocated at once, measured; predicted: the closed form, and a dry run for what one "
+    "micro-batch needs beside it",
+    "sent: what one rank puts on the wire in a step, measured, of the rank that sends most; predicted: the closed form",
+    "collectives: the operations of a step; a send and a receive are one each",
+    "exposed %: the part of a step that would be saved if communication cost nothing",
+    "latencies: how many latencies of the link a step waits for one after another: what it gets longer by when every "
+    "operation is launched d later, over d",
+    "lines changed: logical lines that differ from plain training in one process, where a user writes them; libraries "
+    "of our own have none to show",
+)
+
+
+def page(results: Sequence[Result], path: Path) -> str:
+    """The page as Markdown; `path` is where the results were read from."""
+    suites = list(dict.fromkeys(result.suite for result in results if result.suite))
+    lines = [f"# {' and '.join(suites) or 'Cases'}: strategies compared", ""]
+    for comparison in comparisons(results):
+        lines += [f"## {comparison.title}", "", *(f"- {text}" for text in sentences(comparison)), ""]
+        lines += [*_table(columns(comparison.baseline), comparison.rows), ""]
+    notes = ["; ".join(reasons(result)) for result in results if result.status != "ok"]
+    notes += [line for result in results for line in departures(result)]
+    if notes:
+        lines += ["## Not as asked", "", *(f"- {note}" for note in notes), ""]
+    lines += ["## What the columns say", "", *(f"- {text}" for text in LEGEND), ""]
+    lines += ["## Where the figures come from", "", *(f"- {text}" for text in provenance(results, path))]
+    return "\n".join(lines) + "\n"
+
+
+def sentences(comparison: Comparison) -> list[str]:
+    """What the table says, in words: each rival beside the first, the least first. A sentence whose figures are not
+    known is left out."""
+    rivals = comparison.rivals
+    said = [
+        _shares(rivals, lambda row: row.state_bytes, "a rank holds {} MiB of states"),
+        _shares(rivals, lambda row: row.metric("communication.bytes_per_step"), "a rank sends {} MiB a step"),
+        _listed(
+            rivals,
+            lambda row: row.metric("communication.exposed_latencies_per_step"),
+            lambda value: f"{value:.1f}",
+            "a step waits for {} latencies of the link, one after another,",
+        ),
+        _listed(
+            rivals,
+            lambda row: row.metric("code.changed_lines"),
+            _count,
+            "beside plain training in one process {} lines change",
+        ),
+    ]
+    return [text for text in said if text is not None]
+
+
+def provenance(results: Sequence[Result], path: Path) -> list[str]:
+    """Machine, versions, date, commit and command."""
+    environment: Mapping[str, Any] = next((r.environment for r in results if r.environment), {})
+    versions = {name: environment.get(name) for name in ("os", "python", "torch", "numpy")}
+    versions |= environment.get("libraries") or {}
+    dates = sorted({time.strftime("%Y-%m-%d", time.gmtime(r.started)) for r in results if r.started})
+    commit = environment.get("commit")
+    delay = "communication.delay_seconds"
+    delays = sorted(result.metrics[delay] for result in results if delay in result.metrics)
+    suites = list(dict.fromkeys(result.suite for result in results if result.suite))
+    said = {
+        "versions": ", ".join(f"{name} {value}" for name, value in versions.items() if value),
+        "delay of an operation": _range([f"{figure(seconds, 1e3)} ms" for seconds in delays]),
+        "date": _range(dates),
+        "commit": f"{commit}{' with local changes' if environment.get('dirty') else ''}" if commit else "",
+        "commands": "; ".join([*(f"`meshmark run {suite}`" for suite in suites), f"`meshmark compare {_shown(path)}`"]),
+    }
+    return [*measured_on(results), *(f"{name}: {text or '-'}" for name, text in said.items())]
+
+
+def columns(baseline: str) -> tuple[Column, ...]:
+    return (
+        Column(header="implementation", cell=lambda row: row.name, numeric=False),
+        Column(header="states MiB", cell=lambda row: figure(row.state_bytes, 1 / _MIB)),
+        Column(header="states predicted", cell=lambda row: figure(row.predicted_state_bytes, 1 / _MIB)),
+        Column(header="beside states MiB", cell=_beside_states, numeric=False),
+        Column(header="peak MiB", cell=_mib("memory.peak_allocated_bytes.max_rank")),
+        Column(header="peak predicted", cell=_mib("memory.predicted_peak_bytes")),
+        Column(header="sent MiB", cell=_mib("communication.bytes_per_step")),
+        Column(header="sent predicted", cell=_mib("communication.predicted_bytes_per_step")),
+        Column(header="collectives", cell=lambda row: _count(row.metric("communication.calls_per_step"))),
+        Column(header="exposed %", cell=lambda row: figure(row.metric("communication.exposed_ratio"), 100)),
+        Column(header="latencies", cell=lambda row: figure(row.metric("communication.exposed_latencies_per_step"))),
+        Column(header=f"step / {baseline}", cell=lambda row: figure(row.step_ratio)),
+        Column(header="lines changed", cell=lambda row: _count(row.metric("code.changed_lines"))),
+        Column(header="parity", cell=_parity, numeric=False),
+    )
+
+
+def _beside_states(row: Row) -> str:
+    parts = []
+    for name, text in _BESIDE_STATES.items():
+        measured, predicted = row.metric(f"memory.{name}"), row.metric(f"memory.predicted_{name}")
+        if measured or predicted:
+            form = "" if predicted is None else f" (predicted {figure(predicted, 1 / _MIB)})"
+            parts.append(f"{text} {figure(measured, 1 / _MIB)}{form}")
+    return ", ".join(parts) or "-"
+
+
+def _parity(row: Row) -> str:
+    parity = row.result.parity
+    return "-" if parity is None else "ok" if parity.ok else "FAILED"
+
+
+def _mib(name: str) -> Callable[[Row], str]:
+    return lambda row: figure(row.metric(name), 1 / _MIB)
+
+
+def _shown(path: Path) -> str:
+    """As it was typed; of a path from the root only the end, which means something elsewhere too."""
+    return path.name if path.is_absolute() else str(path)
+
+
+def _range(values: Sequence[str]) -> str:
+    """The first and the last."""
+    return " to ".join(dict.fromkeys((*values[:1], *values[-1:])))
+
+
+def _count(value: float | None) -> str:
+    """Whole numbers as they are."""
+    return f"{value:,.0f}" if value is not None and value == int(value) else figure(value)
+
+
+def _shares(rows: Sequence[Row], value_of: Callable[[Row], float | None], text: str) -> str | None:
+    """`text` with the first row's value, then the others' shares of it."""
+    base = value_of(rows[0]) if rows else None
+    if not base:
+        return None
+    others = _by_value(rows[1:], value_of, lambda value: f"{value / base:.2f}")
+    first = f"{_capital(text.format(figure(base, 1 / _MIB)))} under {_names(rows[:1])}"
+    return (
+        f"{first}{'; of that ' if others else ''}{_joined(f'{share} under {_names(same)}' for share, same in others)}."
+    )
+
+
+def _listed(
+    rows: Sequence[Row], value_of: Callable[[Row], float | None], written: Callable[[float], str], text: str
+) -> str | None:
+    """`text` with the least value and whose it is, then the others' values."""
+    groups = _by_value(rows, value_of, written)
+    if not groups:
+        return None
+    (least, first), *others = groups
+    rest = _joined(f"{value} under {_names(same)}" for value, same in others)
+    return f"{_capital(text.format(least))} under {_names(first)}{'; ' if others else ''}{rest}."
+
+
+def _by_value(
+    rows: Sequence[Row], value_of: Callable[[Row], float | None], written: Callable[[float], str]
+) -> list[tuple[str, list[Row]]]:
+    """The rows whose value is known under that value as it is written, the least first."""
+    known = [(value, row) for row in rows if (value := value_of(row)) is not None]
+    groups: dict[str, list[Row]] = {}
+    for value, row in sorted(known, key=lambda pair: pair[0]):
+        groups.setdefault(written(value), []).append(row)
+    return list(groups.items())
+
+
+def _names(rows: Sequence[Row]) -> str:
+    return _joined(f"`{row.name}`" for row in rows)
+
+
+def _joined(parts: Iterable[str]) -> str:
+    *most, last = [*parts] or [""]
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _table(shown: Sequence[Column], rows: Sequence[Row]) -> list[str]:
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+
+    return [
+        line([column.header for column in shown]),
+        line(["---:" if column.numeric else "---" for column in shown]),
+        *(line([column.cell(row) for column in shown]) for row in rows),
+    ]

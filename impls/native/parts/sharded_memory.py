@@ -1,0 +1,214 @@
+"""All memory of one rank under a sharded optimizer, laid out from a ZeroPlan: flats of parameters and how they become
+whole, flats of gradients and how their shards are summed, and the logical tensors made whole again for whoever asks
+between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from harness.mesh import Mesh
+from harness.parameters import MemoryCategory
+from harness.workload import Workload
+from impls.native.parts import flat_memory
+from impls.native.parts.buckets import Segment, view_like
+from impls.native.parts.gradient_shards import GradientShards, ProcessGroupShards, SharedMemoryShards
+from impls.native.parts.parameter_gathers import ParameterGathers, ProcessGroupGathers, SharedMemoryGathers
+from impls.native.parts.sharded_bucket import ShardedBucket
+from impls.native.parts.unit_gathers import PlacedUnit
+from impls.native.parts.zero_costs import gradient_flats, parameter_flats
+from impls.native.parts.zero_plan import PlannedFlat, ZeroPlan
+
+Transport = Literal["process_group", "shared_memory"]
+_TIMEOUT_SECONDS = 120.0
+_GATHERS, _GRADIENTS, _NORMS = 0, 1, 2  # lanes: neither kind of collective waits for its turn among the others
+
+
+class ShardedMemory:
+    """Takes the parameters of `module` over: under stages 1 and 2 they become views of the flats, under stage 3 this
+    rank keeps its shards alone. `buckets` are the trained flats, in the plan's order."""
+
+    def __init__(
+        self, plan: ZeroPlan, module: nn.Module, workload: Workload, mesh: Mesh, *, transport: Transport
+    ) -> None:
+        self._plan = plan
+        self._workload = workload
+        self._group = mesh.group("shard", lane=_NORMS)
+        self._rank, self._num_ranks = self._group.rank(), self._group.size()
+        self._device = mesh.device
+        self.transport = transport
+        parameters = dict(module.named_parameters())
+        self._templates = {name: torch.empty_like(parameter, device="meta") for name, parameter in parameters.items()}
+        self._parameters = parameters
+        self.gathers = self._make_gathers(mesh)
+        self.exchange = self._make_exchange(mesh)
+        self._fill(parameters)
+        self.buckets = [self._bucket(index, flat) for index, flat in enumerate(plan.flats[: plan.num_trained])]
+        self._pointers = {name: p.data_ptr() for name, p in parameters.items() if not plan.shards_parameters}
+
+    def start_sum(self, index: int, *, add: bool) -> None:
+        """This rank's gradients of the bucket are there; see GradientShards."""
+        self.exchange.start(index, self.buckets[index].shard_gradients, add=add)
+
+    def publish(self, index: int) -> None:
+        """This rank has updated its shard of the bucket. Where every rank holds all parameters they become whole from
+        here on."""
+        self.gathers.publish(index)
+        if not self._plan.shards_parameters:
+            self.gathers.start(index)
+
+    def finish_update(self) -> None:
+        """Returns once the parameters are as the next forward needs them."""
+        if not self._plan.shards_parameters:
+            for index in range(len(self.buckets)):
+                self.gathers.wait(index)
+
+    def placed_units(self, module: nn.Module) -> list[PlacedUnit]:
+        """The units of stage 3 on this rank."""
+        modules = dict(module.named_modules())
+        units = []
+        for unit, name in enumerate(self._plan.modules):
+            flats = tuple(index for index, flat in enumerate(self._plan.flats) if flat.unit == unit)
+            places = tuple(
+                (self._parameters[segment.parameter.name], self._view(self.gathers.full(index), segment))
+                for index in flats
+                for segment in self._plan.flats[index].plan.bucket.segments
+            )
+            units.append(
+                PlacedUnit(
+                    module=None if name is None else modules[name],
+                    name=name or "the root unit",
+                    slot=self._plan.slot_of_unit(unit),
+                    flats=flats,
+                    places=places,
+                )
+            )
+        return units
+
+    def norm_over_shards(self, own: Tensor) -> Tensor:
+        """The root of the sum of squares of the ranks' `own` norms, fp64 scalars; the same bits on all ranks."""
+        if self._num_ranks == 1:
+            return own
+        norms = torch.empty(self._num_ranks, dtype=torch.float64, device=self._device)
+        dist.all_gather_single(norms, own.to(self._device).view(1), group=self._group)
+        norm: Tensor = torch.linalg.vector_norm(norms)
+        return norm
+
+    def whole(self, index: int, shard: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Each parameter of the flat by name, with what the ranks' shards (num_shard_elements,) say of it, on the CPU.
+        Collective; not for timed code."""
+        shards = [torch.empty_like(shard) for _ in range(self._num_ranks)]
+        dist.all_gather(shards, shard.contiguous(), group=self._group)
+        full = torch.cat(shards).cpu()
+        for segment in self._plan.flats[index].plan.bucket.segments:
+            yield segment.parameter.name, self._view(full, segment).clone()
+
+    def unused_everywhere(self) -> set[str]:
+        """Parameters that no rank used in the last step. Collective; not for timed code."""
+        of_ranks: list[set[str]] = [set()] * self._num_ranks
+        own = {name for bucket in self.buckets for name in bucket.unused}
+        dist.all_gather_object(of_ranks, own, group=self._group)
+        empty = {name for name, template in self._templates.items() if not template.numel()}
+        return set.union(*of_ranks) - empty | (set.intersection(*of_ranks) & empty)
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Every parameter, whole, by name, on the CPU; the masters where there are any. Collective."""
+        full: dict[str, Tensor] = {}
+        for index, flat in enumerate(self._plan.flats):
+            shard = self.gathers.shard(index)
+            if flat.trainable and self.buckets[index].optimizer.has_masters:
+                master = self.buckets[index].optimizer.master
+                shard = torch.zeros(shard.numel(), dtype=master.dtype, device=shard.device)
+                shard[: master.numel()] = master
+            full |= dict(self.whole(index, shard))
+        for name, parameter in self._parameters.items():
+            if name not in full:
+                full[name] = parameter.detach().cpu().clone()
+        return full
+
+    def check_parameters(self, module: nn.Module) -> None:
+        """A parameter put in the place of one taken over would train on its own, or not at all, in silence."""
+        current = dict(module.named_parameters())
+        for name, parameter in self._parameters.items():
+            moved = name in self._pointers and parameter.numel() and parameter.data_ptr() != self._pointers[name]
+            if current.get(name) is not parameter or moved:
+                raise RuntimeError(
+                    f"parameter {name} was replaced after native.zero took it over: it is no longer the tensor that is "
+                    f"gathered and stepped"
+                )
+
+    def tensors(self) -> dict[MemoryCategory, Iterable[Tensor]]:
+        """What this rank holds between steps, by category."""
+        plan, buckets = self._plan, self.buckets
+        # Under stage 1 the gradients lie in the exchange's slots; a storage counts under the category that comes first.
+        gradients = [bucket.gradients if plan.stage == 1 else bucket.shard_gradients for bucket in buckets]
+        parameters = [self.gathers.shard(index) for index in range(len(plan.flats))]
+        if not plan.shards_parameters:
+            parameters = [*self._parameters.values(), *(self.gathers.full(i) for i in range(len(plan.flats)))]
+        return {
+            "parameters": parameters,
+            "gradients": gradients,
+            "optimizer_states": [tensor for bucket in buckets for tensor in bucket.optimizer.state_tensors()],
+            "communication_buffers": [*self.exchange.buffers(), *self.gathers.buffers()],
+        }
+
+    def close(self) -> None:
+        self.exchange.close()
+        self.gathers.close()
+
+    def _make_gathers(self, mesh: Mesh) -> ParameterGathers:
+        flats = parameter_flats(self._plan)
+        group, keeps_full = mesh.group("shard", lane=_GATHERS), not self._plan.shards_parameters
+        if self.transport == "shared_memory":
+            return SharedMemoryGathers(
+                flats, group, keeps_full=keeps_full, timeout_seconds=_TIMEOUT_SECONDS, observer=mesh.observer
+            )
+        return ProcessGroupGathers(flats, group, self._device, keeps_full=keeps_full)
+
+    def _make_exchange(self, mesh: Mesh) -> GradientShards:
+        flats = gradient_flats(self._plan, self._workload)
+        group = mesh.group("shard", lane=_GRADIENTS)
+        if self.transport == "shared_memory":
+            return SharedMemoryShards(flats, group, timeout_seconds=_TIMEOUT_SECONDS, observer=mesh.observer)
+        return ProcessGroupShards(flats, group, self._device)
+
+    def _fill(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """From the module's parameters to the flats'."""
+        with torch.no_grad():
+            for index, flat in enumerate(self._plan.flats):
+                # Stage 3 has no room of its own for a whole flat; the slot's is free now.
+                full = self.gathers.full(index)
+                for segment in flat.plan.bucket.segments:
+                    parameter = parameters[segment.parameter.name]
+                    view = self._view(full, segment)
+                    view.copy_(parameter)
+                    if not self._plan.shards_parameters:
+                        parameter.data = view
+                size = flat.plan.num_shard_elements
+                if self._plan.shards_parameters:
+                    self.gathers.shard(index).copy_(full[self._rank * size : (self._rank + 1) * size])
+                    for segment in flat.plan.bucket.segments:
+                        parameters[segment.parameter.name].data = torch.empty(0, dtype=full.dtype, device=full.device)
+                self.gathers.publish(index)
+
+    def _bucket(self, index: int, flat: PlannedFlat) -> ShardedBucket:
+        gradients, size = self.exchange.own(index), flat.plan.num_shard_elements
+        shard = gradients[self._rank * size : (self._rank + 1) * size]
+        if self._plan.stage > 1:
+            shard = flat_memory.zeros(size, gradients.dtype, self._device)
+        return ShardedBucket(
+            flat.plan,
+            self._rank,
+            gradients=gradients,
+            shard_gradients=shard,
+            shard_parameters=self.gathers.shard(index),
+            templates=self._templates,
+            workload=self._workload,
+        )
+
+    def _view(self, full: Tensor, segment: Segment) -> Tensor:
+        return view_like(full, segment, self._templates[segment.parameter.name])

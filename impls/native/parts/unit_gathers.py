@@ -1,0 +1,182 @@
+"""Stage 3 of the sharded optimizer: has each unit's parameters there while they are needed, the next unit's on their
+way meanwhile, and nobody else's.
+
+    forward    enter 1 | gather 2 |  enter 2: free 1, gather 3 | ...
+    backward   gradient reaches the output of 3: gather 2 | of 2: free 3, gather 1 | ...
+
+[Note: One order] Every rank gathers the same units in the same order, whatever its own data make its model do: a unit
+that a rank passes over is gathered all the same, because its peers cannot go on without this rank's shard. What is
+still in its slot is not gathered again: the last blocks of forward are the first of backward.
+
+[Note: Fixed places] A unit is always gathered into the same slot, so tensors that autograd has saved (a transposed
+weight, say) point at the right values again by the time backward reads them. While a unit is away its parameters read
+as NaN: who uses them outside their block's forward sees it at once instead of training on another block's values.
+
+[Note: When backward is done with a block] Autograd runs nodes that are ready in the reverse order of their making.
+All nodes of block k were made after those of block k-1 and wait only for later ones: when the gradient reaches the
+output of block k-1, block k is done.
+
+Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"; the triggers are those
+of Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from impls.native.parts.parameter_gathers import ParameterGathers
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedUnit:
+    """A unit on this rank: `module` is its block, None for the root unit; `flats` are gathered for it, in this order;
+    `places` are its parameters, each with its view of the slot."""
+
+    module: nn.Module | None
+    name: str
+    slot: int
+    flats: tuple[int, ...]
+    places: tuple[tuple[nn.Parameter, Tensor], ...]
+
+    def show(self) -> None:
+        for parameter, view in self.places:
+            parameter.data = view
+
+    def hide(self) -> None:
+        for parameter, view in self.places:
+            parameter.data = torch.full((), torch.nan, dtype=view.dtype, device=view.device).expand(view.shape)
+
+
+class UnitGathers:
+    """`units` are in forward order, the root first. `done_in_backward(unit)` is called once per backward pass for each
+    block, last block first, when its gradients are complete. With `reshards` units are hidden after their forward."""
+
+    def __init__(
+        self,
+        units: Sequence[PlacedUnit],
+        gathers: ParameterGathers,
+        *,
+        reshards: bool,
+        done_in_backward: Callable[[int], None],
+    ) -> None:
+        self._units = units
+        self._gathers = gathers
+        self._reshards = reshards
+        self._done_in_backward = done_in_backward
+        self._occupants: dict[int, int] = {}  # slot: the unit whose parameters are in it or on their way there
+        self._in_flight: set[int] = set()
+        self._num_entered = 0
+        self._is_backward = False
+        self._backward_at = 0  # the block that backward is in, or the number of units before it has begun
+        for index, unit in enumerate(units):
+            unit.hide()
+            if unit.module is not None:
+                # Before the module's own: they may use the parameters.
+                unit.module.register_forward_pre_hook(lambda *_, k=index: self._enter(k), prepend=True)
+                unit.module.register_forward_hook(lambda _module, _inputs, output, k=index: self._leave(k, output))
+
+    def begin_forward(self) -> None:
+        """A micro-batch begins."""
+        self._num_entered = 0
+        self._enter(0)
+
+    def begin_backward(self) -> None:
+        """The loss is there. See [Note: One order]."""
+        self._pass_up_to(len(self._units) - 1)
+        self._is_backward, self._backward_at = True, len(self._units)
+
+    def end_backward(self) -> None:
+        """Autograd has returned."""
+        if len(self._units) > 1:
+            self._reach(1)
+            self._finish(1)
+        self._is_backward = False
+
+    def forget(self) -> None:
+        """The shards are about to change: whatever lies in the slots is out of date."""
+        for unit in self._units:
+            unit.hide()
+        self._occupants.clear()
+
+    def gathered(self) -> Iterator[Tensor]:
+        """Every flat, whole, one after another, each valid until the next is asked for. Collective; between steps."""
+        for unit in range(len(self._units)):
+            self._gather(unit)
+            self._await(unit)
+            yield from (self._gathers.full(flat) for flat in self._units[unit].flats)
+        self.forget()
+
+    def _enter(self, unit: int) -> None:
+        if unit < self._num_entered:
+            if self._occupants.get(self._units[unit].slot) != unit:
+                raise RuntimeError(
+                    f"native.zero: {self._units[unit].name} is called again after its parameters were freed, and was "
+                    f"called once when the model was looked at"
+                )
+        else:
+            self._pass_up_to(unit)
+        self._units[unit].show()
+        if unit == self._num_entered - 1 < len(self._units) - 1:
+            self._gather(unit + 1)
+
+    def _pass_up_to(self, unit: int) -> None:
+        while self._num_entered <= unit:
+            self._gather(self._num_entered)
+            self._await(self._num_entered)
+            self._num_entered += 1
+
+    def _leave(self, unit: int, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(lambda _gradient, k=unit: self._enter_backward(k))
+        if self._reshards:
+            self._units[unit].hide()
+
+    def _enter_backward(self, unit: int) -> None:
+        """The gradient has reached the output of the block; of a block with several outputs, the first of them."""
+        if not self._is_backward or unit >= self._backward_at:
+            return
+        self._reach(unit)
+        self._units[unit].show()
+        if unit > 1:
+            self._gather(unit - 1)
+
+    def _reach(self, unit: int) -> None:
+        """Backward goes on from block to block, through those that its own gradient passes over."""
+        while self._backward_at > unit:
+            if self._backward_at < len(self._units):
+                self._finish(self._backward_at)
+            self._backward_at -= 1
+            self._gather(self._backward_at)
+            self._await(self._backward_at)
+
+    def _finish(self, unit: int) -> None:
+        self._done_in_backward(unit)
+        self._units[unit].hide()
+
+    def _gather(self, unit: int) -> None:
+        """Starts what is not in its slot."""
+        slot = self._units[unit].slot
+        previous = self._occupants.get(slot)
+        if previous == unit:
+            return
+        if previous is not None:
+            self._await(previous)
+        self._occupants[slot] = unit
+        self._in_flight.add(unit)
+        for flat in self._units[unit].flats:
+            self._gathers.start(flat)
+
+    def _await(self, unit: int) -> None:
+        if unit in self._in_flight:
+            self._in_flight.discard(unit)
+            for flat in self._units[unit].flats:
+                self._gathers.wait(flat)

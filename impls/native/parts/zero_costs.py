@@ -1,0 +1,111 @@
+"""What the sharded optimizer costs a rank, from its plan: bytes of memory by category and bytes sent in a step.
+
+With P parameters in fp32 under AdamW and N shards the textbook says 16P bytes of states for data parallel, 8P + 8P/N
+for stage 1, 4P + 12P/N for stage 2, 16P/N for stage 3; with fp32 masters under bf16 16P, 4P + 12P/N, 2P + 14P/N, 16P/N
+(Rajbhandari et al. 2020, "ZeRO"). The same sums are taken here over the flats as they lie, with the padding at the ends
+of shards; beside them stands what is lent in turn: slots, and room for what peers send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from harness.layout import Layout
+from harness.parameters import LogicalParameter, MemoryCategory, all_reduce_wire_bytes, broadcast_wire_bytes
+from harness.workload import Workload
+from impls.native.parts.gradient_shards import Flat, receiving_bytes, slot_bytes
+from impls.native.parts.synchronised_batch_norm import summed_bytes
+from impls.native.parts.zero_plan import ZeroPlan
+
+_NORM_BYTES = torch.float64.itemsize
+
+
+def gradient_flats(plan: ZeroPlan, workload: Workload) -> list[Flat]:
+    """The trained flats as their gradients are exchanged."""
+    precision = workload.precision
+    return [
+        Flat(
+            num_shard_elements=flat.plan.num_shard_elements,
+            dtype=precision.gradient if precision.master else flat.plan.bucket.dtype,
+            slot=flat.gradient_slot,
+        )
+        for flat in plan.flats
+        if flat.trainable
+    ]
+
+
+def parameter_flats(plan: ZeroPlan) -> list[Flat]:
+    """All flats as their parameters are gathered."""
+    return [
+        Flat(num_shard_elements=flat.plan.num_shard_elements, dtype=flat.plan.bucket.dtype, slot=flat.parameter_slot)
+        for flat in plan.flats
+    ]
+
+
+def memory_bytes(
+    plan: ZeroPlan,
+    workload: Workload,
+    parameters: Sequence[LogicalParameter],
+    layout: Layout,
+    *,
+    shares_memory: bool,
+    device: torch.device,
+) -> dict[MemoryCategory, int]:
+    """By category, of the first rank: it holds most, since padding lies at the end."""
+    num_ranks = layout.shard_degree
+    gradients, gathered = gradient_flats(plan, workload), parameter_flats(plan)
+    slots = sum(slot_bytes(gradients, num_ranks).values())
+    lent = receiving_bytes(gradients, num_ranks, shares_memory=shares_memory, device=device)
+    if plan.shards_parameters:
+        of_parameters = sum(flat.shard_bytes for flat in gathered)
+        lent += sum(slot_bytes(gathered, num_ranks).values())
+    else:
+        in_flats = {segment.parameter.name for flat in plan.flats for segment in flat.plan.bucket.segments}
+        of_parameters = num_ranks * sum(flat.shard_bytes for flat in gathered)
+        of_parameters += sum(parameter.num_bytes for parameter in parameters if parameter.name not in in_flats)
+    if plan.stage > 1:
+        lent += slots
+    return {
+        "parameters": of_parameters,
+        "gradients": slots if plan.stage == 1 else sum(flat.shard_bytes for flat in gradients),
+        "optimizer_states": _state_bytes(plan, workload),
+        "communication_buffers": lent,
+    }
+
+
+def wire_bytes(plan: ZeroPlan, workload: Workload, layout: Layout) -> int:
+    """What one rank sends in a step, of the rank that sends most: (n-1)/n of the gradients to be summed within its
+    shard group, after each micro-batch where they are not kept whole, and 2(r-1)/r of its shard across r groups;
+    (n-1)/n of the parameters for each time they are gathered; norms, buffers and sums of synchronised BatchNorm."""
+    others, num_replicas = layout.shard_degree - 1, layout.data // layout.shard_degree
+    training = workload.training
+    gradients, gathered = gradient_flats(plan, workload), parameter_flats(plan)
+    exchanges = training.num_micro_batches if plan.stage > 1 else 1
+    sent = exchanges * others * sum(flat.shard_bytes for flat in gradients)
+    sent += sum(all_reduce_wire_bytes(flat.shard_bytes, num_replicas) for flat in gradients)
+    if plan.shards_parameters:
+        of_unit = [0] * len(plan.modules)
+        for flat, planned in zip(gathered, plan.flats, strict=True):
+            of_unit[planned.unit] += flat.shard_bytes
+        sent += others * sum(of_unit[unit] for unit in plan.gathered_units(training.num_micro_batches))
+    else:
+        sent += others * sum(flat.shard_bytes for flat in gathered)
+    if training.checks_norm:
+        sent += others * _NORM_BYTES
+    if workload.synchronise_batch_norm:
+        sums = summed_bytes(workload.model_without_memory(), workload.precision.compute)
+        sent += all_reduce_wire_bytes(training.num_micro_batches * sums, layout.data)
+    return sent + broadcast_wire_bytes(workload.buffer_bytes(), layout.data)
+
+
+def _state_bytes(plan: ZeroPlan, workload: Workload) -> int:
+    training, master = workload.training, workload.precision.master
+    num_moments = 2 if training.optimizer == "adamw" else int(training.momentum > 0)
+    total = 0
+    for flat in plan.flats:
+        if flat.trainable:
+            itemsize = (master or flat.plan.bucket.dtype).itemsize
+            total += flat.plan.shard(0).num_elements * itemsize * (num_moments + (master is not None))
+    return total

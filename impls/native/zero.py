@@ -1,0 +1,337 @@
+"""The sharded optimizer: every rank keeps and steps only its shard of the optimizer states (stage 1), of the gradients
+too (stage 2), and of the parameters as well (stage 3): Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward
+Training Trillion Parameter Models".
+
+    stage 1, 2   forward, backward -> reduce-scatter a bucket when its last gradient is there
+                 update the own shard of each bucket -> all-gather the bucket's parameters
+    stage 3      parameters are gathered block by block, forward and backward (parts/unit_gathers.py);
+                 after the update they stay shards
+
+With `Layout(data=8, shard=4)` ranks shard within groups of four and replicate across them: gathers and reduce-scatters
+stay inside a group, and each shard of the gradients is then summed across the groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.implementation import Implementation, StepOutput, phase
+from harness.layout import Layout
+from harness.mesh import Mesh
+from harness.optimizer import clip_coefficient, global_norm
+from harness.parameters import LogicalParameter, MemoryCategory, logical_parameters
+from harness.workload import Batch, Workload
+from impls.native.parts import shared_memory, zero_costs
+from impls.native.parts.buffer_broadcasts import BufferBroadcasts
+from impls.native.parts.direct_gradients import Place, TrainingTask, write_directly
+from impls.native.parts.flat_memory import copy_into
+from impls.native.parts.sharded_bucket import ShardedBucket
+from impls.native.parts.sharded_memory import ShardedMemory, Transport
+from impls.native.parts.synchronised_batch_norm import synchronise_batch_norm
+from impls.native.parts.unit_gathers import UnitGathers
+from impls.native.parts.zero_plan import DEFAULT_BUCKET_BYTES, ZeroPlan, plan_zero
+
+
+class NativeShardedOptimizer(Implementation):
+    """`stage` says what is sharded. `reshard_after_forward` (stage 3) frees a block's parameters between its forward
+    and its backward; without it they are gathered once a step. `transport="shared_memory"` exchanges through mapped
+    memory where a shard group shares a machine, and falls back to the process group elsewhere. `bucket_bytes` bounds a
+    bucket; `direct_gradients` computes weight gradients where they are reduced (parts/direct_gradients.py).
+    """
+
+    strategy = "zero"
+
+    @classmethod
+    def strategy_of(cls, options: Mapping[str, Any]) -> str:
+        return f"zero_{options.get('stage', 1)}"
+
+    @classmethod
+    def refused_options(cls, options: Mapping[str, Any]) -> str | None:
+        if options.get("bucket_bytes", 1) < 1:
+            return f"bucket_bytes must be at least 1, got {options['bucket_bytes']}"
+        stage = options.get("stage", 1)
+        if "reshard_after_forward" in options and stage != 3:
+            return f"reshard_after_forward is for stage 3, which alone shards parameters, got stage {stage}"
+        return None
+
+    @classmethod
+    def unsupported(
+        cls, workload: Workload, layout: Layout, device: torch.device, options: Mapping[str, Any]
+    ) -> str | None:
+        if (layout.tensor, layout.pipeline) != (1, 1):
+            return f"a sharded optimizer cuts no layer: it takes a data degree and a shard degree, got {layout}"
+        return workload.fits_data_degree(layout.data)
+
+    @classmethod
+    def predicted_memory(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Mapping[MemoryCategory, int] | None:
+        plan = _plan(workload, parameters, layout, options)
+        shares_memory = options.get("transport") == "shared_memory"
+        cpu = torch.device("cpu")
+        return zero_costs.memory_bytes(plan, workload, parameters, layout, shares_memory=shares_memory, device=cpu)
+
+    @classmethod
+    def predicted_wire_bytes(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> int | None:
+        return zero_costs.wire_bytes(_plan(workload, parameters, layout, options), workload, layout)
+
+    def __init__(
+        self,
+        workload: Workload,
+        layout: Layout,
+        mesh: Mesh,
+        device: torch.device,
+        *,
+        stage: Literal[1, 2, 3] = 1,
+        reshard_after_forward: bool = True,
+        transport: Transport = "process_group",
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        direct_gradients: bool = True,
+    ) -> None:
+        for name, value, choices in (("stage", stage, (1, 2, 3)), ("transport", transport, get_args(Transport))):
+            if value not in choices:
+                raise ValueError(f"native.zero: {name} must be one of {', '.join(map(str, choices))}, got {value!r}")
+        self.workload = workload
+        self.device = device
+        self.stage = stage
+        self.transport_fallback = None
+        if transport == "shared_memory":
+            self.transport_fallback = shared_memory.why_not(mesh, device, axis="shard")
+        self.shard_group = mesh.group("shard")
+        self.replicas = mesh.group("replicate") if layout.data > layout.shard_degree else None
+        self.module = workload.build_model().to(device)
+        self.parameters = dict(self.module.named_parameters())
+        if workload.synchronise_batch_norm:
+            synchronise_batch_norm(self.module, mesh.group("data", lane=1))
+        self._buffers = BufferBroadcasts(self.module, mesh.group("data"))
+        self.num_updates = 0
+
+        self.plan: ZeroPlan = plan_zero(
+            workload,
+            logical_parameters(self.module, workload.decays),
+            layout,
+            stage=stage,
+            bucket_bytes=bucket_bytes,
+            reshards=reshard_after_forward,
+        )
+        self.memory = ShardedMemory(
+            self.plan,
+            self.module,
+            workload,
+            mesh,
+            transport="process_group" if self.transport_fallback else transport,
+        )
+        self.buckets: list[ShardedBucket] = self.memory.buckets
+        self.units: UnitGathers | None = None
+        if stage == 3:
+            self.units = UnitGathers(
+                self.memory.placed_units(self.module),
+                self.memory.gathers,
+                reshards=reshard_after_forward,
+                done_in_backward=self._reduce_unit,
+            )
+        self._next_to_reduce = 0
+        self._micro_batch, self._num_micro_batches = 0, 1
+        for index, bucket in enumerate(self.buckets):
+            for name in bucket.gradient_views:
+                self._watch(index, name)
+        self._training_task = TrainingTask()
+        if direct_gradients:
+            places = {
+                name: Place(view, partial(self._claim, index, name), partial(self._is_open, index))
+                for index, bucket in enumerate(self.buckets)
+                for name, view in bucket.gradient_views.items()
+            }
+            write_directly(self.module, places, self._training_task)
+
+    def train_step(self, batch: Batch) -> StepOutput:
+        loss_sum, num_tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0
+        for bucket in self.buckets:
+            bucket.start_step()
+        self._num_micro_batches = len(batch.micro_batches)
+        for index, micro_batch in enumerate(batch.micro_batches):
+            self._micro_batch, self._next_to_reduce = index, 0
+            with phase("forward"):
+                if self.units is not None:
+                    self.units.begin_forward()
+                loss = self.workload.loss_sum(self.module, micro_batch)
+                objective = loss / batch.global_num_tokens
+            with phase("backward"):
+                if self.units is not None:
+                    self.units.begin_backward()
+                self._training_task.starts_at(objective)
+                objective.backward()
+                if self.units is not None:
+                    self.units.end_backward()
+            with phase("reduce"):
+                while self._exchanges and self._next_to_reduce < len(self.buckets):
+                    self._reduce_next()
+            loss_sum += loss.detach()
+            num_tokens += micro_batch.num_tokens
+        learning_rate = self.workload.training.learning_rate_at(self.num_updates)
+        with phase("optimizer"):
+            norm, skipped = self._step(learning_rate)
+        self._buffers.broadcast()
+        return StepOutput(
+            loss_sum=loss_sum,
+            num_tokens=num_tokens,
+            gradient_norm=norm,
+            skipped=skipped,
+            learning_rates=(learning_rate,),
+        )
+
+    @property
+    def _exchanges(self) -> bool:
+        """Whether gradients are reduced after this micro-batch: where they are kept whole, only after the last."""
+        return self.stage > 1 or self._micro_batch == self._num_micro_batches - 1
+
+    def _step(self, learning_rate: float) -> tuple[Tensor | None, bool]:
+        """Updates the shards, each as its sum arrives unless the recipe needs the norm over all of them first."""
+        training = self.workload.training
+        scale, norm = None, None
+        if self.units is not None:
+            self.units.forget()
+        if training.checks_norm:
+            for index in range(len(self.buckets)):
+                self._await_sum(index)
+            norm = self._global_norm()
+            if training.skip_nonfinite and not bool(torch.isfinite(norm)):
+                return norm, True
+            if training.clip_norm is not None:
+                scale = 1.0 / clip_coefficient(norm, training.clip_norm)
+        for index, bucket in enumerate(self.buckets):
+            if not training.checks_norm:
+                self._await_sum(index)
+            bucket.update(learning_rate, scale)
+            self.memory.publish(index)
+        self.memory.finish_update()
+        if norm is None and self.tracks_gradient_norm:
+            norm = self._global_norm()
+        self.num_updates += 1
+        return norm, False
+
+    def _await_sum(self, index: int) -> None:
+        """This rank's shard of the sum over all data ranks."""
+        bucket = self.buckets[index]
+        self.memory.exchange.wait(index)
+        if self.replicas is not None:
+            dist.all_reduce(bucket.shard_gradients, group=self.replicas)
+        bucket.settle()
+
+    def _global_norm(self) -> Tensor:
+        """Over all shards, padding left out; replicas hold the same shards, so they do not count again."""
+        own = global_norm([bucket.own_gradients for bucket in self.buckets if bucket.own_gradients.numel()])
+        return self.memory.norm_over_shards(own)
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        unused = self.memory.unused_everywhere()
+        full: dict[str, Tensor] = {}
+        for index, bucket in enumerate(self.buckets):
+            # Each rank undoes its own scaling: one that had nothing to step has scaled nothing.
+            shard = bucket.shard_gradients
+            shard = shard if bucket.scale_left is None else shard * bucket.scale_left
+            full |= {name: whole for name, whole in self.memory.whole(index, shard) if name not in unused}
+        return full
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        self.memory.check_parameters(self.module)
+        return self.memory.full_parameters()
+
+    def facts(self) -> Mapping[str, str]:
+        facts = {"transport": self.memory.transport, "num_buckets": str(len(self.buckets))}
+        if self.stage == 3:
+            facts["num_units"] = str(len(self.plan.modules))
+        if self.plan.untraced_because:
+            facts["one_unit_because"] = self.plan.untraced_because
+        return facts | ({"transport_fallback": self.transport_fallback} if self.transport_fallback else {})
+
+    def replicated_tensors(self) -> Iterator[Tensor]:
+        """Parameters, as the next forward would see them, and buffers."""
+        if self.units is not None:
+            yield from self.units.gathered()
+        else:
+            yield from self.module.parameters()
+        yield from self.module.buffers()
+
+    def memory_tensors(self) -> dict[MemoryCategory, Iterable[Tensor]]:
+        return self.memory.tensors()
+
+    def close(self) -> None:
+        self.memory.close()
+
+    def _watch(self, index: int, name: str) -> None:
+        """After each backward moves the parameter's gradient into its bucket and starts every reduction that is due."""
+        bucket = self.buckets[index]
+        view = bucket.gradient_views[name]
+
+        def gradient_is_ready(parameter: Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None and not self._is_open(index):
+                bucket.early[name] = gradient
+            elif gradient is not None:
+                # Copied at once: the gradient is still in the cache, and its memory serves the next one.
+                copy_into(view, gradient) if self._claim(index, name) else view.add_(gradient)
+            if self._exchanges:
+                bucket.num_awaited -= 1
+                while self._next_to_reduce < len(self.buckets) and not self.buckets[self._next_to_reduce].num_awaited:
+                    self._reduce_next()
+                self.memory.exchange.progress()
+
+        self.parameters[name].register_post_accumulate_grad_hook(gradient_is_ready)
+
+    def _is_open(self, index: int) -> bool:
+        """Whether gradients can go to their bucket: not while the one before it in the same slot is still filling."""
+        before = self.plan.flats[index].after_flat
+        return before is None or before < self._next_to_reduce
+
+    def _claim(self, index: int, name: str) -> bool:
+        """Before every write of a gradient to its bucket: True for the first one since the last exchange."""
+        bucket = self.buckets[index]
+        if index < self._next_to_reduce:
+            raise RuntimeError(f"native.zero: {name} got a further gradient after its bucket's reduction had begun")
+        if not bucket.filled:
+            self.memory.exchange.reclaim(index)
+        is_first = name not in bucket.filled
+        bucket.filled.add(name)
+        return is_first
+
+    def _reduce_unit(self, unit: int) -> None:
+        """Backward is done with a block of stage 3; what has no gradient by now gets none."""
+        while self._next_to_reduce < len(self.buckets) and self.plan.flats[self._next_to_reduce].unit >= unit:
+            self._reduce_next()
+
+    def _reduce_next(self) -> None:
+        """Starts the reduction of the next bucket. Always in bucket order: ranks may complete theirs in others."""
+        index = self._next_to_reduce
+        bucket = self.buckets[index]
+        for name, gradient in bucket.early.items():
+            view = bucket.gradient_views[name]
+            copy_into(view, gradient) if self._claim(index, name) else view.add_(gradient)
+        bucket.early.clear()
+        self._next_to_reduce += 1
+        if not bucket.filled:
+            self.memory.exchange.reclaim(index)
+        bucket.mark_unused()
+        bucket.start_filling()
+        self.memory.start_sum(index, add=self.stage > 1 and self._micro_batch > 0)
+
+
+def _plan(
+    workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+) -> ZeroPlan:
+    return plan_zero(
+        workload,
+        parameters,
+        layout,
+        stage=options.get("stage", 1),
+        bucket_bytes=options.get("bucket_bytes", DEFAULT_BUCKET_BYTES),
+        reshards=options.get("reshard_after_forward", True),
+    )

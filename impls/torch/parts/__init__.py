@@ -1,0 +1,1 @@
+"""What the implementations over torch's own strategies stand on: one mechanism a file."""

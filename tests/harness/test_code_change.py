@@ -1,0 +1,129 @@
+"""Lines changed, on implementations written for it: the plain ones here never run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from harness import code_change, implementation
+from harness.code_change import num_changed_lines, training_lines
+
+
+class Plain:
+    """Trains in one process."""
+
+    def __init__(self, workload: Any, layout: Any, mesh: Any, device: Any) -> None:
+        self.module = workload.build_model()
+        self.optimizer = workload.make_optimizer(self.module)
+
+    def train_step(self, batch: Any) -> Any:
+        for micro_batch in batch.micro_batches:
+            loss = self.module(micro_batch)
+            loss.backward()
+        self.optimizer.step()
+        return loss
+
+
+class Reformatted(Plain):
+    """The same, written otherwise, with an option that the harness passes."""
+
+    def __init__(self, workload: Any, layout: Any, mesh: Any, device: Any, *, option: int = 3) -> None:
+        """Says what it does."""
+        # And why.
+        self.module = workload.build_model()
+
+        self.optimizer = workload.make_optimizer(
+            self.module,
+        )
+
+
+class Wrapped(Plain):
+    def __init__(self, workload: Any, layout: Any, mesh: Any, device: Any) -> None:
+        self.module = workload.build_model()
+        self.wrapped = _wrap(self.module, mesh.group("data"))  # one line more
+        self.optimizer = workload.make_optimizer(self.module)
+
+    def train_step(self, batch: Any) -> Any:
+        with self._synchronised:
+            for micro_batch in batch.micro_batches:
+                loss = self.wrapped(micro_batch)
+                loss.backward()
+        self.optimizer.step()
+        return loss
+
+    @property
+    def _synchronised(self) -> Any:
+        """Nobody counts this."""
+        return _twice(self.wrapped)
+
+    def full_gradients(self) -> None:
+        """No part of the training."""
+        _never_used()
+
+
+class Shorter(Plain):
+    def train_step(self, batch: Any) -> Any:
+        for micro_batch in batch.micro_batches:
+            self.module(micro_batch).backward()
+        self.optimizer.step()
+
+
+def _wrap(module: Any, group: Any) -> Any:
+    return _twice(module) if group else module
+
+
+def _twice(module: Any) -> Any:
+    return [module, module]
+
+
+def _never_used() -> None:
+    raise NotImplementedError
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code_change.implementation, "load", lambda name: Plain)
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_lines"),
+    [
+        (Plain, 0),
+        (Reformatted, 0),
+        # The wrapping, `with`, the wrapped call: 3. _synchronised with its decorator: 3. _wrap and _twice: 2 each.
+        (Wrapped, 10),
+        (Shorter, 3),  # two lines became another, and `return loss` went
+    ],
+)
+def test_lines_altered_added_and_taken_away_count_once(kind: Any, num_lines: int) -> None:
+    assert num_changed_lines(kind) == num_lines
+
+
+def test_lines_are_those_of_the_training_and_of_what_it_uses_once_each() -> None:
+    assert training_lines(Plain) == [  # type: ignore[arg-type]
+        "self.module = workload.build_model()",
+        "self.optimizer = workload.make_optimizer(self.module)",
+        "for micro_batch in batch.micro_batches:",
+        "loss = self.module(micro_batch)",
+        "loss.backward()",
+        "self.optimizer.step()",
+        "return loss",
+    ]
+    lines = training_lines(Wrapped)  # type: ignore[arg-type]
+    assert lines.count("return [module, module]") == 1
+    assert "raise NotImplementedError" not in lines
+
+
+def test_what_has_no_source_has_no_lines() -> None:
+    namespace: dict[str, Any] = {}
+    exec("class Typed:\n  def __init__(self): pass\n  def train_step(self): pass", namespace)
+    assert num_changed_lines(namespace["Typed"]) is None
+
+
+def test_the_plain_training_of_the_harness_differs_from_itself_in_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert num_changed_lines(implementation.load(code_change.PLAIN_TRAINING)) == 0
+    num_lines = num_changed_lines(implementation.load("torch.ddp"))
+    assert num_lines is not None
+    assert 5 < num_lines < 25
