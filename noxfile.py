@@ -1,4 +1,5 @@
-"""What a checkout can do: `nox -s smoke`, `nox -s tests`, `nox -s lint`, `nox -s peers`, `nox -s sharding`.
+"""What a checkout can do: `nox -s smoke`, `nox -s tests`, `nox -s lint`, `nox -s peers`, `nox -s sharding`,
+`nox -s conformance`.
 
 All sessions share the virtual environment .venv, so torch is installed once; nox itself gives each session its own, so
 they run with `python=False` and name .venv's commands. It is installed again only when pyproject.toml or
@@ -33,6 +34,13 @@ def tests(session: nox.Session) -> None:
     """The tests. Arguments go to pytest: nox -s tests -- tests/harness -k layout."""
     install(session)
     session.run(f"{COMMANDS}/pytest", *session.posargs)
+
+
+@nox.session(python=False)
+def conformance(session: nox.Session) -> None:
+    """Every implementation and option on every awkward workload and layout: some 1,500 cases, a quarter of an hour."""
+    install(session)
+    session.run(f"{COMMANDS}/pytest", "-m", "exhaustive", "tests/impls/test_conformance.py", *session.posargs)
 
 
 @nox.session(python=False)

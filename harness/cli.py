@@ -86,6 +86,10 @@ def run(
         bool,
         typer.Option("--resume", help="Run what is missing in --results (default: the newest run of the suite)."),
     ] = False,
+    device: Annotated[
+        Literal["cpu", "cuda"],
+        typer.Option("--device", help="Where to train: on a GPU each rank takes one of its own."),
+    ] = "cpu",
     as_json: JsonOption = False,
     no_upload: NoUploadOption = False,
 ) -> None:
@@ -104,11 +108,15 @@ def run(
     with _bad_input():
         loaded = suites.load(suite)
         chosen = loaded if only is None else suites.select(loaded, only)
+        validation.check_device(device)
         validation.check(chosen.cases)
         directory = suite_run.directory_for(chosen.name, results, resume=resume)
-    again = ["meshmark", "run", suite, *(["--only", only] if only else []), "--results", str(directory), "--resume"]
+    again = ["meshmark", "run", suite, *(["--only", only] if only else [])]
+    again += [*(["--device", device] if device != "cpu" else []), "--results", str(directory), "--resume"]
     raise typer.Exit(
-        suite_run.execute(chosen, directory, resume=resume, as_json=as_json, upload=not no_upload, again=again)
+        suite_run.execute(
+            chosen, directory, resume=resume, as_json=as_json, upload=not no_upload, again=again, device=device
+        )
     )
 
 

@@ -21,8 +21,8 @@ _BESIDE_STATES = {
 }
 LEGEND = (
     "states: parameters, gradients and optimizer states of the rank that holds most of each, measured; predicted: the "
-    "strategy's closed form of them. Neither has anything in it that stands under *beside states*; that is given at "
-    "its own largest, and part of the peak",
+    "strategy's closed form of them. Neither holds anything of what stands under *beside states*, each of it at its "
+    "own largest, wherever in the step that is",
     "peak: the most bytes allocated at once, measured; predicted: the closed form, and a dry run for what one "
     "micro-batch needs beside it",
     "sent: what one rank puts on the wire in a step, measured, of the rank that sends most; predicted: the closed form",

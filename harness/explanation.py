@@ -132,6 +132,9 @@ def _gradient_cause(inquiry: _Inquiry, step: int, here: Sequence[Difference]) ->
         return _sentence(inquiry, _subject(inquiry, step, names, would_be), mixture, factor, shares)
     if step == 0 and (tie := _tie_cause(inquiry, names, gaps)):
         return tie
+    if _is_of_one_rank_each(inquiry, step, names, gaps):
+        whose = _subject(inquiry, step, names, None)
+        return f"each element of {whose} is one rank's share alone: shards are not reduced"
     ratios = [_ratio(case[name], right[name]) for name in names]
     return f"no single factor explains it: the gradients of {_some(names)} are {_range(ratios)} x the right ones"
 
@@ -202,6 +205,24 @@ def _stale_cause(inquiry: _Inquiry, names: Sequence[str], gap: float) -> str | N
         return None
     much = "" if math.isclose(part, 1, rel_tol=inquiry.factor_tolerance) else f"{part:.6g} x "
     return f"{_subject(inquiry, 1, names, both)} of step 1 holds {much}step 0's too: a buffer was not cleared"
+
+
+def _is_of_one_rank_each(inquiry: _Inquiry, step: int, names: Sequence[str], gaps: Mapping[str, float]) -> bool:
+    """Whether the gradients are put together from the shards of several ranks that hold their own shares."""
+    shares = inquiry.shares(step)
+    total = sum(share.num_tokens for share in shares)
+    ranks = sorted({share.data_rank for share in shares})
+    for name in names:
+        got = inquiry.case.gradients[step][name].double()
+        of_ranks = torch.zeros((len(ranks), *got.shape), dtype=torch.float64)
+        for share in shares:
+            if name in share.gradients:
+                of_ranks[ranks.index(share.data_rank)] += share.gradients[name].double() / total
+        nearest = (of_ranks - got).abs().min(0).indices
+        pieced = of_ranks.gather(0, nearest.unsqueeze(0)).squeeze(0)
+        if not inquiry.closes(relative_gradient(got, pieced, 0.0), gaps[name], inquiry.tolerance.gradient):
+            return False
+    return len(ranks) > 1
 
 
 def _tie_cause(inquiry: _Inquiry, names: Sequence[str], gaps: Mapping[str, float]) -> str | None:

@@ -47,7 +47,14 @@ def directory_for(suite: str, given: Path | None, *, resume: bool) -> Path:
 
 
 def execute(
-    suite: Suite, directory: Path, *, resume: bool, as_json: bool, upload: bool, again: Sequence[str] | None
+    suite: Suite,
+    directory: Path,
+    *,
+    resume: bool,
+    as_json: bool,
+    upload: bool,
+    again: Sequence[str] | None,
+    device: str = "cpu",
 ) -> int:
     """Run `suite` into `directory`, show and record what came out; returns the command's exit code. `again` is the
     command that goes on with it, should it be interrupted."""
@@ -56,7 +63,7 @@ def execute(
     console = console_here()
     try:
         with _termination_interrupts(), progress.shown_on(console, silent=as_json) as shown:
-            returned = runner.run(suite, directory, progress=shown, resume=resume)
+            returned = runner.run(suite, directory, progress=shown, resume=resume, device=device)
     except runner.DirectoryInUse as error:
         print(f"meshmark: {error}", file=sys.stderr)
         return BAD_INPUT

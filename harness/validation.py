@@ -7,6 +7,8 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import torch
+
 from harness import implementation, models
 from harness.case import Case
 from harness.precision import PRECISIONS
@@ -29,6 +31,12 @@ def check(cases: Sequence[Case]) -> None:
                 check_options(case.implementation, loaded, case.options)
         except ValueError as error:
             raise ValueError(f"case {case.label}, {case.layout}: {error}") from error
+
+
+def check_device(device: str) -> None:
+    """ValueError where ranks cannot train on `device` on this machine."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: expected a CUDA device on this machine, found none")
 
 
 def _check_fields(case: Case) -> None:

@@ -116,6 +116,7 @@ class Worker:
             self.implementation.close()
             self.implementation = None
         self.mesh.close()
+        gc.collect()  # hooks make cycles; a group that lives on keeps its threads, which wake up all the time
         self._take(case, None if weights is None else Path(weights), threads)
 
     def _take(self, case: dict[str, Any], weights: Path | None, threads: int) -> None:

@@ -20,6 +20,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from harness.implementation import Implementation, StepOutput, phase
 from harness.layout import Layout
@@ -140,6 +141,7 @@ class NativeShardedOptimizer(Implementation):
             )
         self._next_to_reduce = 0
         self._micro_batch, self._num_micro_batches = 0, 1
+        self._hooks: list[RemovableHandle] = []
         for index, bucket in enumerate(self.buckets):
             for name in bucket.gradient_views:
                 self._watch(index, name)
@@ -265,6 +267,10 @@ class NativeShardedOptimizer(Implementation):
         return self.memory.tensors()
 
     def close(self) -> None:
+        # A parameter's hooks hold this object, and through it process groups with threads that never sleep for long;
+        # Python's garbage collector does not see through parameters that torch itself refers to.
+        for hook in self._hooks:
+            hook.remove()
         self.memory.close()
 
     def _watch(self, index: int, name: str) -> None:
@@ -285,7 +291,7 @@ class NativeShardedOptimizer(Implementation):
                     self._reduce_next()
                 self.memory.exchange.progress()
 
-        self.parameters[name].register_post_accumulate_grad_hook(gradient_is_ready)
+        self._hooks.append(self.parameters[name].register_post_accumulate_grad_hook(gradient_is_ready))
 
     def _is_open(self, index: int) -> bool:
         """Whether gradients can go to their bucket: not while the one before it in the same slot is still filling."""

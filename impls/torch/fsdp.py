@@ -106,6 +106,7 @@ class TorchFullySharded(Implementation):
         self.device = device
         self.reshards = reshard_after_forward
         self.reduces_each = reduce_each_micro_batch
+        self.num_replicas = layout.data // layout.shard_degree
         self.num_updates = 0
         self.data_group, self.shard_group = mesh.group("data"), mesh.group("shard")
         self.module = workload.build_model().to(device)
@@ -161,16 +162,20 @@ class TorchFullySharded(Implementation):
         if self._used is not None:
             self._used.start_step()
         for index, micro_batch in enumerate(batch.micro_batches):
-            self._exchange_after_backward(is_last=index == len(batch.micro_batches) - 1)
+            is_last = index == len(batch.micro_batches) - 1
+            self._prepare_backward(is_last=is_last)
             with phase("forward"):
                 loss = self._loss_sum(micro_batch)
                 objective = loss / batch.global_num_tokens
             with phase("backward"):
                 objective.backward()
+            if self._used is None and (is_last or (self.reduces_each and self.num_replicas == 1)):
+                self._require_gradients()
             loss_sum += loss.detach()
             num_tokens += micro_batch.num_tokens
-        with phase("reduce"):
-            self._settle_unused()
+        if self._used is not None:
+            with phase("reduce"):
+                self._used.drop_unused()
         learning_rate = self.workload.training.learning_rate_at(self.num_updates)
         with phase("optimizer"), torch.no_grad():
             norm, skipped = self._step(learning_rate)
@@ -183,7 +188,7 @@ class TorchFullySharded(Implementation):
             learning_rates=(learning_rate,) * len(self.optimizer.param_groups),
         )
 
-    def _exchange_after_backward(self, *, is_last: bool) -> None:
+    def _prepare_backward(self, *, is_last: bool) -> None:
         """Whether the coming backward reduces to shards, sums those of the replicas, and lets go of parameters."""
         self.sharded.set_requires_gradient_sync(self.reduces_each or is_last)
         self.sharded.set_requires_all_reduce(is_last)
@@ -196,14 +201,13 @@ class TorchFullySharded(Implementation):
         self._used.end_forward()
         return loss
 
-    def _settle_unused(self) -> None:
-        if self._used is not None:
-            self._used.drop_unused()
+    def _require_gradients(self) -> None:
+        """A parameter that only some ranks use would put their reductions out of step."""
         for name, parameter in self.parameters.items():
-            if self._used is None and parameter.grad is None:
+            if parameter.grad is None:
                 raise RuntimeError(
-                    f"torch.fsdp: {name} has no gradient on this rank, which would upset the order of reductions: the "
-                    f"workload must say leaves_parameters_unused=True"
+                    f"torch.fsdp: {name} has no gradient on this rank: the workload must say "
+                    f"leaves_parameters_unused=True"
                 )
 
     def _step(self, learning_rate: float) -> tuple[Tensor | None, bool]:
@@ -252,15 +256,11 @@ class TorchFullySharded(Implementation):
             yield from self.shards
 
     def memory_tensors(self) -> dict[MemoryCategory, Iterable[Tensor]]:
+        states = (value for state in self.optimizer.state.values() for value in state.values())
         return {
             "parameters": self.module.parameters(),
             "gradients": [p.grad for p in self.parameters.values() if p.grad is not None],
-            "optimizer_states": [
-                value
-                for state in self.optimizer.state.values()
-                for value in state.values()
-                if isinstance(value, Tensor)
-            ],
+            "optimizer_states": [value for value in states if isinstance(value, Tensor)],
         }
 
     def _broadcast_buffers(self) -> None:

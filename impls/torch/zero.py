@@ -11,12 +11,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -33,6 +32,9 @@ from harness.parameters import (
 )
 from harness.workload import Batch, Workload
 from impls.torch.ddp import TorchDataParallel
+
+if TYPE_CHECKING:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
 _STAND_IN_BYTES = torch.float32.itemsize
 """The owner of no element broadcasts a buffer of one fp32 number all the same."""
@@ -165,8 +167,7 @@ class TorchZero(Implementation):
 
     def _moments(self) -> Iterable[Tensor]:
         """This rank's share of the states; the sharded optimizer itself has none."""
-        sharded = self.optimizer.optimizer
-        assert isinstance(sharded, ZeroRedundancyOptimizer)
+        sharded = cast("ZeroRedundancyOptimizer", self.optimizer.optimizer)
         for state in sharded.optim.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
@@ -174,6 +175,8 @@ class TorchZero(Implementation):
 def _sharded_optimizer(
     workload: Workload, group: dist.ProcessGroup, parameters_as_bucket_view: bool, groups: list[dict[str, object]]
 ) -> Optimizer:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # brings FSDP along: only ranks pay for it
+
     for decay_group in groups:
         for tensor in decay_group["params"]:  # type: ignore[attr-defined]  # a list of tensors
             # Masters too: what requires no gradient is not in the buffers, so that it would never be broadcast.

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,6 +66,8 @@ def results(directory: Path, *statuses: str) -> Path:
         (["try", "native.ddp", "--option", "ring"], "--option: expected key=value, got 'ring'"),
         (["try", "native.ddp", "--option", "reducton=ring"], "option reducton: native.ddp takes"),
         (["try", "native.ddp", "--option", "reduction=rign"], "option reduction: native.ddp expects one of"),
+        (["try", "native.ddp", "-o", "bucket_bytes=-1"], "native.ddp: bucket_bytes must be at least 1, got -1"),
+        (["run", "smoke", "--device", "tpu"], "Invalid value for '--device': 'tpu' is not one of 'cpu', 'cuda'"),
     ],
 )
 def test_bad_input_is_one_line_on_standard_error_and_exit_code_2(
@@ -95,6 +98,30 @@ def test_a_suite_that_cannot_run_is_refused_before_it_starts(
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert expected in error
+
+
+def test_a_run_on_gpus_needs_one(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert cli.main(["run", bad_suite("{}"), "--device", "cuda"]) == 2
+    assert capsys.readouterr().err == "meshmark: --device cuda: expected a CUDA device on this machine, found none\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--device", "cuda"]], ids=str)
+def test_a_run_is_on_the_device_asked_for_and_goes_on_there(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = []
+
+    def interrupted(*_: Any, device: str, **__: Any) -> None:
+        devices.append(device)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("harness.runner.run", interrupted)
+    assert cli.main(["run", bad_suite("{}"), *arguments, "--results", "r"]) == 130
+    assert devices == ["cuda" if arguments else "cpu"]
+    again = " ".join(["meshmark run bad_suite.py", *arguments, "--results r --resume"])
+    assert capsys.readouterr().err.endswith(f"; to go on: {again}\n")
 
 
 def test_results_are_not_mixed_with_an_earlier_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from harness.case import Case
 from harness.layout import Layout
-from harness.validation import allows, check, described
+from harness.validation import allows, check, check_device, described
 
 
 def case(**fields: Any) -> Case:
@@ -28,12 +28,23 @@ def test_a_right_case_passes() -> None:
         ({"options": {"reducton": "ring"}}, "option reducton: native.ddp takes "),
         ({"options": {"reduction": "rign"}}, "option reduction: native.ddp expects one of all_reduce"),
         ({"options": {"bucket_bytes": "many"}}, "option bucket_bytes: native.ddp expects int, got 'many'"),
+        ({"options": {"bucket_bytes": 0}}, "native.ddp: bucket_bytes must be at least 1, got 0"),
+        ({"options": {"small_bytes": -1}}, "native.ddp: small_bytes must be at least 0, got -1"),
     ],
 )
 def test_a_wrong_field_is_named_with_what_was_expected_and_given(fields: dict[str, Any], expected: str) -> None:
     with pytest.raises(ValueError, match="case ") as caught:
         check([case(), case(**fields)])
     assert expected in str(caught.value)
+
+
+def test_a_gpu_is_asked_for_only_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_device("cpu")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    check_device("cuda")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ValueError, match="--device cuda: expected a CUDA device on this machine, found none"):
+        check_device("cuda")
 
 
 def test_a_missing_library_is_left_to_the_run(tmp_path: Any) -> None:

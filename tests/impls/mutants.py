@@ -138,8 +138,9 @@ class UnusedDecays(NativeDataParallel):
 class OwnBuffers(NativeDataParallel):
     """Every rank keeps its own buffers."""
 
-    def _broadcast_buffers(self) -> None:
-        pass
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.buffers._places.clear()
 
 
 class NeverClips(NativeDataParallel):

@@ -1,14 +1,21 @@
 """Every implementation on every awkward workload, in fp64, against one process to 1e-12; a new file under impls/ is
-covered without a line here."""
+covered without a line here.
+
+A setting is an implementation with its options. Each is tried on every workload and, in turn, on every layout that its
+kind of strategy knows; the whole product of settings, workloads and layouts, some 1,500 cases, is
+`nox -s conformance` (pytest -m exhaustive).
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from harness import implementation, models
+from harness.layout import Layout
 from harness.models.awkward import KINDS
 from harness.workload import in_precision
 from tests.conftest import parity_case
@@ -16,40 +23,94 @@ from tests.conftest import parity_case
 if TYPE_CHECKING:
     from tests.conftest import Worlds
 
-_FURTHER_OPTIONS = {
+_SETTINGS: dict[str, list[dict[str, Any]]] = {
     "native.ddp": [
-        {"transport": "shared_memory"},
-        {"reduction": "ring", "bucket_bytes": 1000},
+        {},
+        {"transport": "shared_memory", "small_bytes": 0},
+        {"reduction": "ring", "bucket_bytes": 1000, "small_bytes": 0},
         {"reduction": "parameter_server"},
-        {"bucket_bytes": 1, "direct_gradients": False},
+        {"bucket_bytes": 1, "small_bytes": 0, "direct_gradients": False},
         {"transport": "shared_memory", "bucket_bytes": 1000, "direct_gradients": False},
     ],
-    "torch.ddp": [{"find_unused_parameters": True}],
+    "native.zero": [
+        {"stage": 1},
+        {"stage": 2},
+        {"stage": 3},
+        {"stage": 1, "transport": "shared_memory", "bucket_bytes": 1000},
+        {"stage": 2, "transport": "shared_memory", "bucket_bytes": 1000, "direct_gradients": False},
+        {"stage": 2, "bucket_bytes": 1},
+        {"stage": 3, "transport": "shared_memory"},
+        {"stage": 3, "reshard_after_forward": False, "bucket_bytes": 1000, "direct_gradients": False},
+    ],
+    "torch.ddp": [{}, {"find_unused_parameters": True}],
+    "torch.fsdp": [{}, {"reshard_after_forward": False}],
 }
 _NOT_TRAINING = {"native.floor"}  # exchanges nothing, by design
+_WORLDS = [Layout(data=size) for size in (1, 2, 3, 4)]
+_HYBRIDS = [Layout(data=2, shard=1), Layout(data=4, shard=2), Layout(data=3, shard=1), Layout(data=4, shard=1)]
 _ALL = [
     (name, options)
     for name in implementation.names()
     if name not in _NOT_TRAINING
-    for options in [{}, *_FURTHER_OPTIONS.get(name, [])]
+    for options in _SETTINGS.get(name, [{}])
 ]
 
 
+def supported_layouts(name: str, options: dict[str, Any], kind: str) -> list[Layout]:
+    """Those on which the implementation does not refuse the workload."""
+    workload = in_precision(models.load(f"awkward:kind={kind}"), precision_of(kind))
+    loaded = implementation.load(name)
+    device = torch.device("cpu")
+    return [layout for layout in [*_WORLDS, *_HYBRIDS] if not loaded.unsupported(workload, layout, device, options)]
+
+
+def precision_of(kind: str) -> str:
+    return "fp32" if models.load(f"awkward:kind={kind}").fixed_dtypes else "fp64"
+
+
+def check(worlds: Worlds, name: str, options: dict[str, Any], kind: str, layout: Layout) -> None:
+    case = parity_case(
+        f"awkward:kind={kind}",
+        name,
+        layout.world_size,
+        layout=layout,
+        options=options,
+        precision=precision_of(kind),
+    )
+    parity = worlds.parity(case)
+    assert parity.ok, f"{layout}: {parity.explanation}"
+    assert parity.replicas_bit_equal
+
+
+def everyday() -> Iterator[Any]:
+    """Every setting on every workload, on one layout: neighbours get different ones, and over the workloads each
+    setting meets them all."""
+    for number, (name, options) in enumerate(_ALL):
+        for place, kind in enumerate(KINDS):
+            yield pytest.param(name, options, kind, number + place, id=f"{name}-{options}-{kind}")
+
+
+@pytest.mark.parametrize(("name", "options", "kind", "turn"), list(everyday()))
+def test_trains_what_one_process_trains(
+    worlds: Worlds, name: str, options: dict[str, Any], kind: str, turn: int
+) -> None:
+    layouts = supported_layouts(name, options, kind)
+    if not layouts:
+        pytest.skip(refusal(name, options, kind))
+    check(worlds, name, options, kind, layouts[turn % len(layouts)])
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("name", "options"), _ALL, ids=str)
-def test_trains_what_one_process_trains(worlds: Worlds, name: str, options: dict[str, object], kind: str) -> None:
-    kind_of = implementation.load(name)
-    text = f"awkward:kind={kind}"
-    precision = "fp32" if models.load(text).fixed_dtypes else "fp64"
-    workload = in_precision(models.load(text), precision)
-    tried = 0
-    for world_size in (1, 2, 3, 4) if not options else (2, 3):
-        case = parity_case(text, name, world_size, options=options, precision=precision)
-        if kind_of.unsupported(workload, case.layout, torch.device("cpu"), options):
-            continue
-        parity = worlds.parity(case)
-        assert parity.ok, f"world size {world_size}: {parity.explanation}"
-        assert parity.replicas_bit_equal
-        tried += 1
-    if not tried:
-        pytest.skip(str(kind_of.unsupported(workload, case.layout, torch.device("cpu"), options)))
+def test_trains_on_every_layout(worlds: Worlds, name: str, options: dict[str, Any], kind: str) -> None:
+    layouts = supported_layouts(name, options, kind)
+    if not layouts:
+        pytest.skip(refusal(name, options, kind))
+    for layout in layouts:
+        check(worlds, name, options, kind, layout)
+
+
+def refusal(name: str, options: dict[str, Any], kind: str) -> str:
+    workload = in_precision(models.load(f"awkward:kind={kind}"), precision_of(kind))
+    return str(implementation.load(name).unsupported(workload, Layout(data=2), torch.device("cpu"), options))

@@ -44,14 +44,6 @@ class PlacedUnit:
     flats: tuple[int, ...]
     places: tuple[tuple[nn.Parameter, Tensor], ...]
 
-    def show(self) -> None:
-        for parameter, view in self.places:
-            parameter.data = view
-
-    def hide(self) -> None:
-        for parameter, view in self.places:
-            parameter.data = torch.full((), torch.nan, dtype=view.dtype, device=view.device).expand(view.shape)
-
 
 class UnitGathers:
     """`units` are in forward order, the root first. `done_in_backward(unit)` is called once per backward pass for each
@@ -71,11 +63,12 @@ class UnitGathers:
         self._done_in_backward = done_in_backward
         self._occupants: dict[int, int] = {}  # slot: the unit whose parameters are in it or on their way there
         self._in_flight: set[int] = set()
+        self._away: dict[torch.dtype, Tensor] = {}  # what parameters read as that are not there
         self._num_entered = 0
         self._is_backward = False
         self._backward_at = 0  # the block that backward is in, or the number of units before it has begun
         for index, unit in enumerate(units):
-            unit.hide()
+            self._hide(index)
             if unit.module is not None:
                 # Before the module's own: they may use the parameters.
                 unit.module.register_forward_pre_hook(lambda *_, k=index: self._enter(k), prepend=True)
@@ -100,8 +93,8 @@ class UnitGathers:
 
     def forget(self) -> None:
         """The shards are about to change: whatever lies in the slots is out of date."""
-        for unit in self._units:
-            unit.hide()
+        for unit in range(len(self._units)):
+            self._hide(unit)
         self._occupants.clear()
 
     def gathered(self) -> Iterator[Tensor]:
@@ -121,7 +114,7 @@ class UnitGathers:
                 )
         else:
             self._pass_up_to(unit)
-        self._units[unit].show()
+        self._show(unit)
         if unit == self._num_entered - 1 < len(self._units) - 1:
             self._gather(unit + 1)
 
@@ -138,14 +131,14 @@ class UnitGathers:
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(lambda _gradient, k=unit: self._enter_backward(k))
         if self._reshards:
-            self._units[unit].hide()
+            self._hide(unit)
 
     def _enter_backward(self, unit: int) -> None:
         """The gradient has reached the output of the block; of a block with several outputs, the first of them."""
         if not self._is_backward or unit >= self._backward_at:
             return
         self._reach(unit)
-        self._units[unit].show()
+        self._show(unit)
         if unit > 1:
             self._gather(unit - 1)
 
@@ -160,7 +153,17 @@ class UnitGathers:
 
     def _finish(self, unit: int) -> None:
         self._done_in_backward(unit)
-        self._units[unit].hide()
+        self._hide(unit)
+
+    def _show(self, unit: int) -> None:
+        for parameter, view in self._units[unit].places:
+            parameter.data = view
+
+    def _hide(self, unit: int) -> None:
+        for parameter, view in self._units[unit].places:
+            if view.dtype not in self._away:
+                self._away[view.dtype] = torch.full((), torch.nan, dtype=view.dtype, device=view.device)
+            parameter.data = self._away[view.dtype].expand(view.shape)
 
     def _gather(self, unit: int) -> None:
         """Starts what is not in its slot."""

@@ -31,29 +31,34 @@ def memory_bytes(
 
 
 def peak_buffer_bytes(units: Units, *, reshards: bool, num_micro_batches: int) -> int:
-    """The most that FSDP's own buffers hold at once, which is when backward has just made a unit's gradients: the unit
-    itself, the one gathered ahead of its use, those gradients, and what the unit before put into its reduction.
+    """The most that FSDP's own buffers hold at once, beside the shards: in forward when a unit has just been copied out
+    of what was received, in backward when the last of its gradients has just been made, or when these have just been
+    copied together for their sum.
 
-        backward of unit 1:   gathered 1 + gathered 0 (ahead) + gradients 1 + reduced 2
+        forward of unit 1    whole 1 + received 1 + received 0
+        backward of unit 1   whole 1 + received 0 (ahead of its use) + gradients 1 + what unit 2 has put into its sum
+        sum of unit 1                  received 0                    + gradients 1 + what unit 1 puts into its sum
 
-    The root's parameters and gradients are there all along; without resharding so are the units that backward has yet
-    to reach, or all of them where a further micro-batch will need them. Left out are the transport's own copies (gloo
-    copies once more what it gathers or reduces, for as long as that takes), shards on their way, and activations.
+    Without resharding all units before are whole as well, and where a further micro-batch follows all there are. The
+    root is whole all along. Left out are the transport's own copies (gloo copies once more what it gathers or reduces,
+    for as long as that takes), shards on their way from one dtype to another, and activations.
     """
-    gathered = [unit.gathered_bytes for unit in units.blocks]
-    if reshards:
-        ahead = [0, *gathered][: len(gathered)] if units.num_shards > 1 else [0] * len(gathered)
-        alive = [own + next_one for own, next_one in zip(gathered, ahead, strict=True)]
-    elif num_micro_batches > 1:
-        alive = [sum(gathered)] * len(gathered)
-    else:
-        alive = list(accumulate(gathered))
-    queued = [*(unit.reduced_bytes for unit in units.blocks[1:]), 0]
-    peaks = (
-        whole + unit.gradient_bytes + reducing
-        for whole, unit, reducing in zip(alive, units.blocks, queued, strict=False)  # queued has one even for no block
-    )
-    return units.root.gathered_bytes + units.root.gradient_bytes + max(peaks, default=0)
+    blocks, root = units.blocks, units.root
+    received = [unit.gathered_bytes * (units.num_shards > 1) for unit in (root, *blocks)]
+    so_far = list(accumulate(unit.gathered_bytes for unit in blocks))
+    put_in = [*(unit.reduced_bytes for unit in blocks), 0]
+    peaks = [received[0], root.gradient_bytes]
+    for index, unit in enumerate(blocks):
+        in_forward = unit.gathered_bytes if reshards else so_far[index]
+        peaks.append(in_forward + received[index + 1] + received[index])
+        in_backward, freed = so_far[index], unit.gathered_bytes
+        if reshards:
+            in_backward = unit.gathered_bytes + (received[index] if index else 0)
+        elif num_micro_batches > 1:
+            in_backward, freed = so_far[-1], 0
+        before_sum, in_sum = in_backward + put_in[index + 1], in_backward - freed + put_in[index]
+        peaks.append(max(before_sum, in_sum) + unit.gradient_bytes + root.gradient_bytes)
+    return root.gathered_bytes + max(peaks)
 
 
 def wire_bytes(

@@ -11,6 +11,7 @@ import gc
 from collections.abc import Mapping
 from weakref import ref
 
+import torch
 from torch import nn
 
 from harness.parameters import logical_parameters
@@ -56,7 +57,10 @@ def _mixed_dtypes(workload: Workload, blocks_per_group: int) -> str | None:
     registry = logical_parameters(workload.model_without_memory(), workload.decays)
     units = plan_units(workload, registry, blocks_per_group, num_shards=1)
     for unit in (*units.blocks, units.root):
-        first_of = {parameter.dtype: parameter.name for parameter in unit.parameters if parameter.trainable}
+        first_of: dict[torch.dtype, str] = {}
+        for parameter in unit.parameters:
+            if parameter.trainable:
+                first_of.setdefault(parameter.dtype, parameter.name)
         if len(first_of) > 1:
             given = ", ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for dtype, name in first_of.items())
             return f"fully_shard reduces a group's gradients in one dtype, got {given}"

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -37,20 +37,17 @@ class UsedParameters:
         self._group = group
         self._used_here: set[str] = set()
         self._entered: set[nn.Module] = set()
-        assert isinstance(model, nn.Module)
-        self._units: dict[str, nn.Module] = {}
+        whole = cast(nn.Module, model)  # the class of a sharded module is made at run time
+        self._units = {name: module for name, module in whole.named_modules() if _is_unit(module)}
         model.set_reduce_scatter_unused_params(True)
-        for unit_name, unit in model.named_modules():
-            if not isinstance(unit, FSDPModule):
-                continue
-            self._units[unit_name] = unit
+        for unit in self._units.values():
             unit.register_forward_pre_hook(self._enter)
             # Autograd's leaves are the whole parameters, which FSDP makes once.
-            unit.unshard()
-            for name, parameter in model.named_parameters():
+            cast(FSDPModule, unit).unshard()
+            for name, parameter in whole.named_parameters():
                 if name in parameters and not isinstance(parameter, DTensor):
                     parameter.register_post_accumulate_grad_hook(partial(self._use, name))
-            unit.reshard()
+            cast(FSDPModule, unit).reshard()
 
     def start_step(self) -> None:
         self._used_here.clear()
@@ -85,3 +82,7 @@ class UsedParameters:
 
     def _enter(self, unit: nn.Module, _: Any) -> None:
         self._entered.add(unit)
+
+
+def _is_unit(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule)

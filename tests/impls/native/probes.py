@@ -19,6 +19,7 @@ from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.workload import Batch, Workload
 from impls.native.parts.bucket_sums import BucketSums, ProcessGroupSums, SharedMemorySums
+from impls.native.parts.buffer_broadcasts import BufferBroadcasts
 from impls.native.parts.collectives import parameter_server_all_reduce, ring_all_reduce
 from impls.native.parts.shared_memory import SharedBuffers
 from impls.native.parts.synchronised_batch_norm import synchronise_batch_norm
@@ -105,6 +106,63 @@ def _sum_all(
             assert torch.equal(sums.own(index), expected)
         else:
             sums.release(index)
+
+
+class ManyBuffers(nn.Module):
+    """Buffers of all sorts; `fill` gives each of them, in the place where it is, values that only this rank has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.zeros(5, dtype=torch.bool))
+        self.register_buffer("low", torch.zeros(3, dtype=torch.bfloat16))
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("wide", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("table", torch.zeros(2, 3).t())
+        self.register_buffer("empty", torch.zeros(0, 4))
+        self.register_buffer("large", torch.zeros(20_000))
+        self.register_buffer("large_table", torch.zeros(100, 200).t())
+        self.register_buffer("absent", None)
+        self.inner = nn.BatchNorm1d(7)
+        self.register_buffer("alias", self.inner.running_mean)
+
+    def fill(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for buffer in self.buffers():
+            buffer.copy_(torch.randint(-9, 9, buffer.shape, generator=generator))
+
+
+def buffer_broadcasts(mesh: Mesh) -> None:
+    """Step after step the first rank's values arrive in every rank's own buffers, new ones too; the small ones of all
+    dtypes in one collective."""
+    group = mesh.group("data")
+    model, first = ManyBuffers(), ManyBuffers()
+    broadcasts = BufferBroadcasts(model, group)
+    sizes: list[int] = []
+    send = broadcasts._send
+
+    def counted(tensor: Tensor) -> None:
+        sizes.append(tensor.nbytes)
+        send(tensor)
+
+    broadcasts._send = counted  # type: ignore[method-assign]
+    for step in range(4):
+        sizes.clear()
+        if step == 2:
+            for module in (model, first):
+                module.count = module.count + 1
+                module.mean = torch.zeros(2, 2)  # of another shape
+                module.low = None
+        model.fill(100 * step + group.rank())
+        first.fill(100 * step)
+        before = dict(model.named_buffers())
+        broadcasts.broadcast()
+        assert sorted(sizes) == sorted([sum(b.nbytes for b in model.buffers()) - 80_000, 80_000])
+        after = dict(model.named_buffers())
+        for name, right in first.named_buffers():
+            assert after[name] is before[name]
+            assert torch.equal(after[name], right), f"{name} at step {step} on rank {group.rank()}"
+    BufferBroadcasts(nn.Linear(2, 2), group).broadcast()  # there are none
 
 
 def shared_memory_stress(mesh: Mesh) -> None:

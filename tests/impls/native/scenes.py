@@ -56,7 +56,8 @@ class OverlapsBackward(NativeDataParallel):
 
 
 class StrayBackward(NativeDataParallel):
-    """A backward outside of a step either raises or leaves no trace in the next step."""
+    """A backward outside of a step either raises, as it must where a bucket looks out for its gradients, or leaves no
+    trace in the next step."""
 
     def train_step(self, batch: Batch) -> StepOutput:
         stray = batch.micro_batches[0].inputs
@@ -68,9 +69,31 @@ class StrayBackward(NativeDataParallel):
         except RuntimeError as error:
             assert "got a further gradient after its bucket's reduction had begun" in str(error), error
         else:
-            raise AssertionError("a backward after a step was taken in")
-        self.module.zero_grad()
+            assert len(self.buckets) == 1, "a backward after a step was taken in"
+            assert all(parameter.grad is not None for parameter in self.parameters.values())
         return super().train_step(batch)
+
+
+class NobodyLooks(NativeDataParallel):
+    """Small gradients of the last bucket stay where autograd makes them until backward is over, unseen by Python; then
+    none of them is left there."""
+
+    def train_step(self, batch: Batch) -> StepOutput:
+        assert all(parameter._post_accumulate_grad_hooks is None for parameter in self.parameters.values())
+        started_with: list[bool] = []
+        start = self.sums.start
+
+        def watched(index: int) -> None:
+            started_with.extend(parameter.grad is None for parameter in self.parameters.values())
+            start(index)
+
+        self.sums.start = watched  # type: ignore[method-assign]
+        output = super().train_step(batch)
+        self.sums.start = start  # type: ignore[method-assign]
+        assert len(batch.micro_batches) > 1
+        assert started_with
+        assert all(started_with)
+        return output
 
 
 class StepsAgainAfterLooking(NativeDataParallel):

@@ -23,9 +23,27 @@ TRANSPORTS = [{}, {"transport": "shared_memory"}]
 
 
 @pytest.mark.parametrize("scene", ["WeightsWait", "OverlapsBackward", "StrayBackward", "StepsAgainAfterLooking"])
-@pytest.mark.parametrize("options", [*TRANSPORTS, {"direct_gradients": False}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"small_bytes": 0},
+        {"transport": "shared_memory", "small_bytes": 500},
+        {"small_bytes": 0, "direct_gradients": False},
+    ],
+    ids=str,
+)
 def test_scene(worlds: Worlds, scene: str, options: dict[str, Any]) -> None:
     options = {"bucket_bytes": 2000, **options}
+    parity = worlds.parity(
+        parity_case("awkward:kind=unequal_tokens", f"{SCENES}:{scene}", 2, options=options, precision="fp64")
+    )
+    assert parity.ok, parity.explanation
+
+
+@pytest.mark.parametrize("scene", ["StrayBackward", "NobodyLooks"])
+@pytest.mark.parametrize("options", TRANSPORTS, ids=str)
+def test_scene_of_one_bucket_of_small_gradients(worlds: Worlds, scene: str, options: dict[str, Any]) -> None:
     parity = worlds.parity(
         parity_case("awkward:kind=unequal_tokens", f"{SCENES}:{scene}", 2, options=options, precision="fp64")
     )

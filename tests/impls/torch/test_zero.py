@@ -120,7 +120,7 @@ def test_the_largest_share_is_that_of_torch(num_ranks: int, precision: str, larg
     ("workload", "world_size", "precision", "options"),
     [
         ("awkward:kind=unused", 2, "bf16", {"parameters_as_bucket_view": False}),
-        (ONE_WEIGHT, 2, "fp64", {}),
+        (ONE_WEIGHT, 4, "fp64", {}),
         ("awkward:kind=buffers", 3, "fp32", {}),
         ("awkward:kind=odd_shapes", 4, "fp64", {}),
     ],

@@ -1,0 +1,34 @@
+"""A stack of equal blocks, as deep as a test asks for."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from harness.datasets import Tensors
+from harness.workload import Training, Workload
+
+WIDTH = 64
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.second = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (samples, WIDTH), in and out
+        return x + torch.tanh(self.second(torch.tanh(self.first(x))))
+
+
+def stack(depth: int = 4) -> Workload:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(64, WIDTH, generator=generator)
+    return Workload(
+        name="stack",
+        model=lambda: nn.Sequential(*(Block() for _ in range(depth))),
+        dataset=Tensors(inputs, inputs.roll(1, 0)),
+        loss=lambda outputs, targets: (outputs - targets).square().sum(),
+        training=Training(global_batch_size=4, learning_rate=1e-2),
+        unit="samples",
+    )

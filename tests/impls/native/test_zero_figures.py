@@ -1,0 +1,147 @@
+"""What the native sharded optimizer costs, by the instruments, held against the closed forms: bytes on the wire and
+bytes of memory, exactly; the peak; and that stage 3's does not grow with the number of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.case import Case
+from harness.implementation import load
+from harness.layout import Layout
+from harness.measure import communication, memory
+from harness.measure.memory import MemoryReport
+from harness.measure.predicted_memory import predicted, registry
+from tests.impls.test_figures import Instrumented, gradient_bytes, predicted_bytes, work_of
+
+STACK = f"{Path(__file__).with_name('deep.py')}:stack"
+SMALL = {"bucket_bytes": 40_000}  # one block is 64 KiB: a bucket a weight
+TRANSPORTS = ("process_group", "shared_memory")
+LAYOUTS = (Layout(data=2), Layout(data=3), Layout(data=4), Layout(data=4, shard=2))
+
+
+@pytest.fixture(scope="module")
+def instrumented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instrumented]:
+    ranks = Instrumented(tmp_path_factory.mktemp("instrumented"))
+    yield ranks
+    ranks.close()
+
+
+def make_case(layout: Layout, workload: str = STACK, precision: str = "fp32", **options: Any) -> Case:
+    return Case(workload=workload, implementation="native.zero", layout=layout, options=options, precision=precision)
+
+
+def communicated(instrumented: Instrumented, case: Case) -> dict[str, float]:
+    launch = instrumented.adopt(case)
+    launch.command("build")
+    launch.command("time_steps", num_steps=2)
+    answers = launch.command("measure_communication", num_steps=1)
+    return communication.summarise([answer["records"] for answer in answers])
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_bytes_on_the_wire_are_the_closed_form(instrumented: Instrumented, layout: Layout, transport: str) -> None:
+    """All sizes here divide by 2 and 4: nothing is padded there, so the textbook's forms hold to the byte."""
+    gradients = gradient_bytes(make_case(layout))
+    inside, across = layout.shard_degree, layout.data // layout.shard_degree
+    half = (inside - 1) * gradients / inside
+    replicas = 2 * (across - 1) * gradients / inside / across
+    for stage in (1, 2, 3):
+        case = make_case(layout, stage=stage, transport=transport, **(SMALL if stage < 3 else {}))
+        sent = communicated(instrumented, case)["communication.bytes_per_step"]
+        assert sent == predicted_bytes(case)
+        # Stage 3 gathers four blocks in forward and two in backward: the last two are still in their slots.
+        num_gathers = 1.5 if stage == 3 else 1
+        exact = half + num_gathers * half + replicas
+        assert exact <= sent <= exact * (1 if layout.data != 3 else 1.001)
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_stage_3_sends_three_halves_less_what_is_still_there(
+    instrumented: Instrumented, num_micro_batches: int
+) -> None:
+    depth = 8
+    text = f"{STACK}:depth={depth},num_micro_batches={num_micro_batches}"
+    block = gradient_bytes(make_case(Layout(data=2), text)) // depth
+    for reshards in (True, False):
+        case = make_case(Layout(data=2), text, stage=3, reshard_after_forward=reshards)
+        sent = communicated(instrumented, case)["communication.bytes_per_step"]
+        passes = 2 * num_micro_batches
+        gathered = depth + (depth - 2) * (passes - 1) if reshards else depth
+        assert sent == predicted_bytes(case) == (gathered + depth * num_micro_batches) * block / 2
+        assert sent <= 3 * num_micro_batches * depth * block / 2
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_fp32_gradients"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_states_in_memory_are_the_closed_form(instrumented: Instrumented, transport: str, precision: str) -> None:
+    """Bytes for each parameter of the model: whole / this rank's half of it."""
+    num_shards, depth = 2, 4
+    num_elements = sum(p.num_elements for p in registry(work_of(make_case(Layout(data=2)))))
+    weight, gradient, state = {"fp32": (4, 4, 8), "bf16": (2, 2, 12), "bf16_fp32_gradients": (2, 4, 12)}[precision]
+    for stage in (1, 2, 3):
+        case = make_case(Layout(data=2), precision=precision, stage=stage, transport=transport)
+        reports: list[MemoryReport] = instrumented.adopt(case).command("build_and_measure_memory", num_steps=1)
+        foreseen = load("native.zero").predicted_memory(
+            work_of(case), registry(work_of(case)), case.layout, case.options
+        )
+        assert foreseen is not None
+        of_parameters = weight * num_elements // (num_shards if stage == 3 else 1)
+        of_gradients = gradient * num_elements // (num_shards if stage >= 2 else 1)
+        of_states = state * num_elements // num_shards
+        lent = foreseen["communication_buffers"]
+        assert foreseen == {
+            "parameters": of_parameters,
+            "gradients": of_gradients,
+            "optimizer_states": of_states,
+            "communication_buffers": lent,
+        }
+        num_counters = {1: 1, 2: 1, 3: depth}[stage]
+        for report in reports:
+            assert report.largest_bytes["parameters"] == of_parameters
+            assert report.largest_bytes["gradients"] == of_gradients
+            assert report.largest_bytes["optimizer_states"] == of_states + 4 * num_counters
+            assert report.largest_bytes["communication_buffers"] == lent
+
+
+def peak_and_prediction(instrumented: Instrumented, case: Case) -> tuple[float, float]:
+    figures = memory.combine(instrumented.adopt(case).command("build_and_measure_memory", num_steps=1))
+    foreseen = predicted(work_of(case), load("native.zero"), case.layout, case.options)
+    return figures["memory.peak_allocated_bytes.max_rank"], foreseen["memory.predicted_peak_bytes"]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_peak_is_the_prediction_within_two_percent(instrumented: Instrumented, stage: int, transport: str) -> None:
+    case = make_case(Layout(data=2), "gpt:size=tiny,vocabulary_size=4096", stage=stage, transport=transport)
+    measured, foreseen = peak_and_prediction(instrumented, case)
+    assert measured == pytest.approx(foreseen, rel=0.02)
+
+
+def test_gathered_blocks_are_freed(instrumented: Instrumented) -> None:
+    """Each further block adds its shards to the peak, and its activations, but not its parameters or gradients."""
+    peaks = {}
+    for depth in (4, 12):
+        peaks[depth], _ = peak_and_prediction(
+            instrumented, make_case(Layout(data=2), f"{STACK}:depth={depth}", stage=3)
+        )
+    num_elements = 2 * 64 * 128
+    shards = 16 * num_elements // 2
+    growth = (peaks[12] - peaks[4]) / 8
+    activations = 4 * 2 * (2 * 64 + 2 * 128)  # of two samples: of both layers' outputs, before and after tanh
+    assert shards <= growth <= shards + activations + 64
+
+
+def test_unreduced_gradients_are_freed_in_stage_2(instrumented: Instrumented) -> None:
+    peaks = {}
+    for depth in (4, 12):
+        case = make_case(Layout(data=2), f"{STACK}:depth={depth}", stage=2, **SMALL)
+        peaks[depth], _ = peak_and_prediction(instrumented, case)
+    num_elements = 2 * 64 * 128
+    growth = (peaks[12] - peaks[4]) / 8
+    states = 4 * num_elements + 12 * num_elements // 2
+    assert states <= growth <= states + 4 * 2 * (2 * 64 + 2 * 128) + 64
