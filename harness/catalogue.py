@@ -12,7 +12,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from harness import implementation, models, suites
+from harness import implementation, models, suites, support
 
 
 def suites_table() -> Table:
@@ -31,16 +31,35 @@ def suites_table() -> Table:
 def implementations_table() -> Table:
     """One row an implementation, available or not."""
     table = _table(
-        "implementations  (meshmark try NAME --data 2 --option K=V)", "name", "strategy", "here", "options and defaults"
+        "implementations  (meshmark try NAME --data 2 --option K=V)",
+        "name",
+        "strategy",
+        "degrees",
+        "here",
+        "options and defaults",
     )
     for name in implementation.names():
         try:
             loaded = implementation.load(name)
             missing = loaded.unavailable()
         except Exception as error:  # whatever a third-party library raises while it is imported
-            table.add_row(name, "-", _availability(f"{type(error).__name__}: {error}"), "-")
+            table.add_row(name, "-", "-", _availability(f"{type(error).__name__}: {error}"), "-")
         else:
-            table.add_row(name, loaded.strategy, _availability(missing), implementation_options(loaded))
+            degrees = ", ".join(support.axes(loaded))
+            table.add_row(name, loaded.strategy, degrees, _availability(missing), implementation_options(loaded))
+    return table
+
+
+def refusals_table() -> Table:
+    """One row a kind of workload that an implementation refuses, beside whole layouts."""
+    table = _table("refused before any process starts", "name", "workload", "because")
+    for name in implementation.names():
+        try:
+            loaded = implementation.load(name)
+        except Exception:  # implementations_table tells
+            continue
+        for kind, reason in support.refusals(loaded):
+            table.add_row(name, f"awkward:kind={kind}", reason)
     return table
 
 

@@ -196,6 +196,7 @@ def list_all(
         console.print(catalogue.suites_table())
     if what in ("all", "implementations"):
         console.print(catalogue.implementations_table())
+        console.print(catalogue.refusals_table())
     if what in ("all", "workloads"):
         console.print(catalogue.workloads_table())
 

@@ -30,8 +30,8 @@ LEGEND = (
     "exposed %: the part of a step that would be saved if communication cost nothing",
     "latencies: how many latencies of the link a step waits for one after another: what it gets longer by when every "
     "operation is launched d later, over d",
-    "lines changed: logical lines that differ from plain training in one process, where a user writes them; libraries "
-    "of our own have none to show",
+    "lines changed: the logical lines by which a peer's `__init__` and `train_step` differ from plain training in one "
+    "process; a call counts as itself. Ours are libraries, whose lines are not the user's",
 )
 
 

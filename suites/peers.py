@@ -26,9 +26,21 @@ _DATA_PARALLEL: tuple[tuple[Role, str, Mapping[str, Any]], ...] = (
     ("peer", "torch.ddp", {"bucket_cap_mb": 100}),
 )
 
+_SHARDED: tuple[tuple[Role, str, Mapping[str, Any]], ...] = (
+    *(
+        ("subject", "native.zero", {"stage": stage, "transport": transport})
+        for stage in (1, 2, 3)
+        for transport in ("process_group", "shared_memory")
+    ),
+    ("peer", "torch.zero", {}),
+    ("peer", "torch.fsdp", {}),
+    ("peer", "torch.fsdp", {"blocks_per_group": 2}),
+    ("peer", "torch.fsdp", {"reshard_after_forward": False}),
+)
+
 suite = Suite(
     name="peers",
-    description="ratios to the best peer and to the compute-only floor; interleaved rounds, some twenty minutes",
+    description="ratios to the best peer and to the compute-only floor; interleaved rounds, some forty minutes",
     interleaved=True,
     cases=tuple(
         Case(
@@ -44,6 +56,7 @@ suite = Suite(
         )
         for batch_size, timed_steps in _BATCHES.items()
         for world_size in (2, 4)
-        for role, implementation, options in _DATA_PARALLEL
+        # The sharded ones at the small batch alone, where they differ.
+        for role, implementation, options in (*_DATA_PARALLEL, *(_SHARDED if batch_size == min(_BATCHES) else ()))
     ),
 )

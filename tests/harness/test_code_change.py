@@ -45,21 +45,15 @@ class Wrapped(Plain):
         self.optimizer = workload.make_optimizer(self.module)
 
     def train_step(self, batch: Any) -> Any:
-        with self._synchronised:
+        with _twice(self.wrapped):
             for micro_batch in batch.micro_batches:
                 loss = self.wrapped(micro_batch)
                 loss.backward()
         self.optimizer.step()
         return loss
 
-    @property
-    def _synchronised(self) -> Any:
-        """Nobody counts this."""
-        return _twice(self.wrapped)
-
     def full_gradients(self) -> None:
         """No part of the training."""
-        _never_used()
 
 
 class Shorter(Plain):
@@ -77,10 +71,6 @@ def _twice(module: Any) -> Any:
     return [module, module]
 
 
-def _never_used() -> None:
-    raise NotImplementedError
-
-
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code_change.implementation, "load", lambda name: Plain)
@@ -91,8 +81,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (Plain, 0),
         (Reformatted, 0),
-        # The wrapping, `with`, the wrapped call: 3. _synchronised with its decorator: 3. _wrap and _twice: 2 each.
-        (Wrapped, 10),
+        (Wrapped, 3),  # the wrapping, `with`, the wrapped call
         (Shorter, 3),  # two lines became another, and `return loss` went
     ],
 )
@@ -100,7 +89,7 @@ def test_lines_altered_added_and_taken_away_count_once(kind: Any, num_lines: int
     assert num_changed_lines(kind) == num_lines
 
 
-def test_lines_are_those_of_the_training_and_of_what_it_uses_once_each() -> None:
+def test_lines_are_logical_ones_of_the_two_bodies() -> None:
     assert training_lines(Plain) == [  # type: ignore[arg-type]
         "self.module = workload.build_model()",
         "self.optimizer = workload.make_optimizer(self.module)",
@@ -110,9 +99,6 @@ def test_lines_are_those_of_the_training_and_of_what_it_uses_once_each() -> None
         "self.optimizer.step()",
         "return loss",
     ]
-    lines = training_lines(Wrapped)  # type: ignore[arg-type]
-    assert lines.count("return [module, module]") == 1
-    assert "raise NotImplementedError" not in lines
 
 
 def test_what_has_no_source_has_no_lines() -> None:

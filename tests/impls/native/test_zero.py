@@ -1,0 +1,95 @@
+"""What conformance on the awkward workloads does not show of native.zero: when it does things, what it refuses, low
+precision, steps that are skipped, and blocks that come and go."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from harness import implementation, models
+from harness.layout import Layout
+from tests.conftest import parity_case
+
+if TYPE_CHECKING:
+    from tests.conftest import Worlds
+
+HERE = Path(__file__).parent
+SCENES = HERE / "zero_scenes.py"
+STACK = f"{HERE / 'deep.py'}:stack"
+STAGES = [{"stage": 1}, {"stage": 2}, {"stage": 3}]
+
+
+@pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
+@pytest.mark.parametrize("options", STAGES, ids=str)
+def test_overlap_changes_no_bit(worlds: Worlds, options: dict[str, Any], transport: str) -> None:
+    options = {**options, "transport": transport, "bucket_bytes": 4000}
+    with_overlap, without = (
+        worlds.trajectory(parity_case("awkward:kind=clipped", name, 3, options=options))
+        for name in ("native.zero", f"{SCENES}:WithoutOverlap")
+    )
+    assert with_overlap.losses == without.losses
+    assert with_overlap.parameters.keys() == without.parameters.keys()
+    for name, value in with_overlap.parameters.items():
+        assert torch.equal(value, without.parameters[name]), name
+
+
+@pytest.mark.parametrize("scene", ["BlocksComeAndGo", "SavesNothingWhole"])
+def test_scene_of_stage_3(worlds: Worlds, scene: str) -> None:
+    text = f"{STACK}:num_micro_batches=2"
+    parity = worlds.parity(parity_case(text, f"{SCENES}:{scene}", 2, options={"stage": 3}, precision="fp64"))
+    assert parity.ok, parity.explanation
+
+
+@pytest.mark.parametrize("options", STAGES, ids=str)
+def test_all_ranks_skip_a_step_together(worlds: Worlds, options: dict[str, Any]) -> None:
+    case = parity_case("awkward:kind=nonfinite", "native.zero", 3, options=options, precision="fp64")
+    trajectory = worlds.trajectory(case)
+    assert trajectory.skipped == [False, True, False]
+    assert all(bool(torch.isfinite(value).all()) for value in trajectory.parameters.values())
+    first, *others = trajectory.replica_checksums.values()
+    assert all(checksums == first for checksums in others)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_fp32_gradients"])
+@pytest.mark.parametrize("options", STAGES, ids=str)
+def test_low_precision_stays_within_its_envelope(worlds: Worlds, options: dict[str, Any], precision: str) -> None:
+    for kind in ("clipped", "padding_micro_batch"):
+        parity = worlds.parity(
+            parity_case(f"awkward:kind={kind}", "native.zero", 2, options=options, precision=precision)
+        )
+        assert parity.ok, parity.explanation
+
+
+@pytest.mark.parametrize("options", STAGES, ids=str)
+def test_hybrid_is_right_and_replicas_are_bit_equal(worlds: Worlds, options: dict[str, Any]) -> None:
+    layout = Layout(data=4, shard=2)
+    parity = worlds.parity(
+        parity_case("awkward:kind=clipped", "native.zero", 4, options=options, precision="fp64", layout=layout)
+    )
+    assert parity.ok, parity.explanation
+    assert parity.replicas_bit_equal
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bucket_bytes": 0}, "bucket_bytes must be at least 1, got 0"),
+        ({"stage": 2, "reshard_after_forward": False}, "reshard_after_forward is for stage 3, .* got stage 2"),
+    ],
+    ids=str,
+)
+def test_options_without_meaning_are_refused(options: dict[str, Any], message: str) -> None:
+    refused = implementation.load("native.zero").refused_options(options)
+    assert refused is not None
+    assert re.search(message, refused), refused
+
+
+@pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(pipeline=2), Layout(data=2, tensor=2)], ids=str)
+def test_other_degrees_are_refused_before_any_process_starts(layout: Layout) -> None:
+    kind = implementation.load("native.zero")
+    reason = kind.unsupported(models.load("gpt"), layout, torch.device("cpu"), {})
+    assert reason == f"a sharded optimizer cuts no layer: it takes a data degree and a shard degree, got {layout}"
