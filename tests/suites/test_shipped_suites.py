@@ -7,6 +7,8 @@ import pytest
 from harness import models, suites, validation
 from harness.case import Case
 
+TRANSPORTS = ("process_group", "shared_memory")
+
 
 @pytest.mark.parametrize("name", suites.names())
 def test_a_suite_can_run_as_it_is(name: str) -> None:
@@ -33,9 +35,13 @@ def test_peers_compares_ours_over_both_transports_with_a_peer_and_the_floor_ever
     assert sorted((models.load(name).training.global_batch_size, size) for name, size in groups) == [
         (4, 2), (4, 4), (16, 2), (16, 4),
     ]  # fmt: skip
-    for cases in groups.values():
+    sharded = {f"native.zero stage={stage} transport={name}" for stage in (1, 2, 3) for name in TRANSPORTS}
+    for (workload, _), cases in groups.items():
+        small = models.load(workload).training.global_batch_size == 4
         roles = {role: {case.label for case in cases if case.role == role} for role in ("subject", "floor", "peer")}
-        assert roles["subject"] == {"native.ddp", "native.ddp transport=shared_memory"}
+        data_parallel = {"native.ddp", "native.ddp transport=shared_memory"}
+        assert roles["subject"] == (data_parallel | sharded if small else data_parallel)
+        assert ("torch.zero" in roles["peer"]) == ("torch.fsdp" in roles["peer"]) == small
         assert "native.floor" in roles["floor"]
         assert "torch.ddp" in roles["peer"]
         assert len({case.measurement for case in cases}) == 1, "a comparison measures all of its members alike"
@@ -47,8 +53,7 @@ def test_sharding_compares_every_stage_with_data_parallel_and_a_peer_against_the
     assert suite.interleaved
     cases = [case for case in suite.cases if case.role != "reference"]
     over_all, in_pairs = ({case.label: case for case in cases if case.world_size == size} for size in (2, 4))
-    transports = ("process_group", "shared_memory")
-    ours = {f"native.zero stage={stage} transport={name}" for stage in (1, 2, 3) for name in transports}
+    ours = {f"native.zero stage={stage} transport={name}" for stage in (1, 2, 3) for name in TRANSPORTS}
     theirs = {"torch.ddp", "torch.zero", *(f"torch.fsdp reshard_after_forward={value}" for value in (True, False))}
     assert over_all.keys() == {"native.floor", "native.ddp", *ours, *theirs}
     assert {label for label, case in over_all.items() if case.role == "peer"} == theirs

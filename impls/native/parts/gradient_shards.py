@@ -251,7 +251,11 @@ class SharedMemoryShards:
         self.progress()
 
     def progress(self) -> None:
-        for index in [i for i in self._unreduced if self._region.all_reached(_Flag.PUBLISHED, i, self._epochs[i])]:
+        for index in [
+            i
+            for i in self._unreduced
+            if self._region.arrived(i) and self._region.all_reached(_Flag.PUBLISHED, i, self._epochs[i])
+        ]:
             into, add = self._unreduced.pop(index)
             with self._region.blocked(index):
                 ordered_sum.write(self._shares[index], into, self._scratch, add=add)
@@ -260,6 +264,7 @@ class SharedMemoryShards:
 
     def wait(self, index: int) -> None:
         if index in self._unreduced:
+            self._region.until_arrived(index)
             with self._region.blocked(index):
                 self._region.until_all(_Flag.PUBLISHED, index, self._epochs[index], self.progress)
             self.progress()

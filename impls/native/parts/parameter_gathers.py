@@ -199,6 +199,7 @@ class SharedMemoryGathers:
         if epoch is None:
             return
         flat, full, shards = self._flats[index], self._fulls[index], self._shards[index]
+        self._region.until_arrived(index)
         with self._region.blocked(index):
             for distance in range(1 if self._keeps_full else 0, self._num_ranks):
                 owner = (self._rank + distance) % self._num_ranks

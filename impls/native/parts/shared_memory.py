@@ -102,7 +102,11 @@ class SharedBuffers:
 
     def progress(self) -> None:
         """Reduces this rank's chunk of every buffer that all peers have published; never waits."""
-        for index in [i for i in self._unreduced if self._region.all_reached(_Flag.PUBLISHED, i, self._epochs[i])]:
+        for index in [
+            i
+            for i in self._unreduced
+            if self._region.arrived(i) and self._region.all_reached(_Flag.PUBLISHED, i, self._epochs[i])
+        ]:
             with self._region.blocked(index):
                 self._reduce(index)
             self._unreduced.remove(index)

@@ -108,6 +108,15 @@ class SharedRegion:
             ticket = self._observer.launched(operation, self._ranks, payload, read_bytes, "shared_memory")
             self._tickets[index] = ticket
 
+    def arrived(self, index: int) -> bool:
+        """Whether the latest collective on thing `index` may go on; see CollectiveObserver."""
+        return self._observer is None or index not in self._tickets or self._observer.arrived(self._tickets[index])
+
+    def until_arrived(self, index: int) -> None:
+        """Returns once it may go on: at once, unless a longer link is played."""
+        while not self.arrived(index):
+            time.sleep(_NAP_SECONDS)
+
     def completed(self, index: int) -> None:
         if self._observer is not None and index in self._tickets:
             self._observer.completed(self._tickets[index])

@@ -52,6 +52,7 @@ class ReportedCollectives:
         self.launches: list[tuple[str, tuple[int, ...], int, int]] = []  # operation, ranks, payload and wire bytes
         self.completions: list[int] = []
         self.blocks: list[int] = []
+        self.on_their_way: set[int] = set()  # tickets of what has not arrived
 
     @property
     def wire_bytes(self) -> list[int]:
@@ -61,6 +62,9 @@ class ReportedCollectives:
         assert transport == "shared_memory"
         self.launches.append((operation, ranks, tensor.numel() * tensor.itemsize, wire))
         return len(self.launches) - 1
+
+    def arrived(self, ticket: int) -> bool:
+        return ticket not in self.on_their_way
 
     def completed(self, ticket: int) -> None:
         self.completions.append(ticket)
