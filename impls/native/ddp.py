@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from harness.implementation import Implementation, StepOutput, phase
 from harness.layout import Layout
@@ -138,6 +139,7 @@ class NativeDataParallel(Implementation):
             GradientBucket(plan, self.parameters, self.sums.own(index), workload, device, small_bytes=small_bytes)
             for index, plan in enumerate(plans)
         ]
+        self._hooks: list[RemovableHandle] = []
         self._next_to_reduce = 0
         self._is_last_micro_batch = False
         for index, bucket in enumerate(self.buckets):
@@ -173,9 +175,8 @@ class NativeDataParallel(Implementation):
                 if self._training_task is not None:
                     self._training_task.starts_at(objective)
                 objective.backward()
-                if not self._is_last_micro_batch:
-                    for bucket_index in range(len(self.buckets)):
-                        self._gather(bucket_index)
+                for bucket_index in range(self._next_to_reduce, len(self.buckets)):
+                    self._gather(bucket_index)
             loss_sum += loss.detach()
             num_tokens += micro_batch.num_tokens
         with phase("reduce"):
@@ -262,6 +263,10 @@ class NativeDataParallel(Implementation):
         }
 
     def close(self) -> None:
+        # A parameter's hooks hold this object, and through it process groups with threads that never sleep for long;
+        # Python's garbage collector does not see through parameters that torch itself refers to.
+        for hook in self._hooks:
+            hook.remove()
         self.sums.close()
 
     def _make_sums(
@@ -314,7 +319,7 @@ class NativeDataParallel(Implementation):
                     self._reduce_next()
                 self.sums.progress()
 
-        self.parameters[name].register_post_accumulate_grad_hook(gradient_is_ready)
+        self._hooks.append(self.parameters[name].register_post_accumulate_grad_hook(gradient_is_ready))
 
     def _claim(self, index: int, name: str) -> bool:
         """Before every write of a large gradient to its bucket: True for the first one of this step."""
