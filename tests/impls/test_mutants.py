@@ -56,6 +56,6 @@ def test_a_replica_that_drifts_in_the_ninth_digit_is_seen_by_its_bits(worlds: Wo
 @pytest.mark.parametrize("kind", sorted({fault[1] for fault in _FAULTS}))
 def test_gate_passes_what_is_right(worlds: Worlds, kind: str, precision: str) -> None:
     if (kind, precision) == ("batch_norm", "bf16"):
-        pytest.skip("in bf16 a bias before BatchNorm has a gradient of rounding errors alone: torch.ddp parts there too")
+        pytest.skip("a bias before BatchNorm has a bf16 gradient of rounding alone: torch.ddp parts there too")
     parity = worlds.parity(parity_case(f"awkward:kind={kind}", "native.ddp", 2, precision=precision))
     assert parity.ok, parity.explanation
