@@ -55,7 +55,11 @@ def test_a_replica_that_drifts_in_the_ninth_digit_is_seen_by_its_bits(worlds: Wo
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
 @pytest.mark.parametrize("kind", sorted({fault[1] for fault in _FAULTS}))
 def test_gate_passes_what_is_right(worlds: Worlds, kind: str, precision: str) -> None:
-    if (kind, precision) == ("batch_norm", "bf16"):
-        pytest.skip("a bias before BatchNorm has a bf16 gradient of rounding alone: torch.ddp parts there too")
     parity = worlds.parity(parity_case(f"awkward:kind={kind}", "native.ddp", 2, precision=precision))
+    if not parity.ok and (kind, precision) == ("batch_norm", "bf16"):
+        # On some processors rounding takes a BatchNorm bias's gradient 0.464 of its size away, beyond the lane's
+        # ceiling, which must stay below a gradient divided twice.
+        peer = worlds.parity(parity_case(f"awkward:kind={kind}", "torch.ddp", 2, precision=precision))
+        if not peer.ok:
+            pytest.xfail(f"bf16 takes torch.ddp beyond the lane's ceiling too: {peer.explanation}")
     assert parity.ok, parity.explanation
