@@ -38,7 +38,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def conformance(session: nox.Session) -> None:
-    """Every implementation and option on every awkward workload and layout: some 3,500 cases, half an hour."""
+    """Every implementation and option on every awkward workload and layout: some 3,500 cases."""
     install(session)
     session.run(f"{COMMANDS}/pytest", "-m", "exhaustive", "tests/impls/test_conformance.py", *session.posargs)
 

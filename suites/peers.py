@@ -40,7 +40,7 @@ _SHARDED: tuple[tuple[Role, str, Mapping[str, Any]], ...] = (
 
 suite = Suite(
     name="peers",
-    description="ratios to the best peer and to the compute-only floor; interleaved rounds, some forty minutes",
+    description="ratios to the best peer and to the compute-only floor; interleaved rounds",
     interleaved=True,
     cases=tuple(
         Case(

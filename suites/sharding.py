@@ -37,7 +37,7 @@ _SHARDED_IN_PAIRS: tuple[tuple[Role, str, Mapping[str, Any]], ...] = (
 
 suite = Suite(
     name="sharding",
-    description="data parallel beside ZeRO 1, 2 and 3: memory, bytes, latencies, time, lines; some four minutes",
+    description="data parallel beside ZeRO 1, 2 and 3: memory, bytes, latencies, time, lines",
     interleaved=True,
     cases=(
         Case(workload=_WORKLOAD, implementation="reference", role="reference", measurement=_MEASUREMENT),

@@ -33,7 +33,7 @@ class WithoutOverlap(NativeShardedOptimizer):
 
 
 class BlocksComeAndGo(NativeShardedOptimizer):
-    """Stage 3: while a block computes, at most one other has its parameters there; between steps none has."""
+    """Stage 3: no block shows its parameters once its forward has ended, nor any between steps."""
 
     def train_step(self, batch: Batch) -> StepOutput:
         assert self.units is not None
