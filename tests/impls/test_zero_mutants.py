@@ -51,7 +51,13 @@ _FAULTS: list[tuple[str, str, dict[str, Any], Layout, str]] = [
     ("NormOfOwnShard", "clipped", {"stage": 2}, Layout(data=2), "gradient norm"),
     ("StaleShards", "unequal_tokens", {"stage": 3}, Layout(data=2), "parts at step 2"),
     ("UnusedDecays", "unused", {"stage": 2}, Layout(data=2), "which the reference has not"),
-    ("ReplicasApart", "unequal_tokens", {"stage": 2}, Layout(data=4, shard=2), ""),
+    (
+        "ReplicasApart",
+        "unequal_tokens",
+        {"stage": 2},
+        Layout(data=4, shard=2),
+        "ranks 2, 3 and rank 0 no longer hold the same",
+    ),
 ]
 
 
