@@ -38,7 +38,7 @@ from impls.native.parts.collectives import parameter_server_all_reduce, ring_all
 from impls.native.parts.direct_gradients import Place, TrainingTask, write_directly
 from impls.native.parts.flat_memory import copy_into
 from impls.native.parts.gradient_bucket import GradientBucket
-from impls.native.parts.order_of_use import order_of_use
+from impls.native.parts.order_of_use import in_order_of_use
 from impls.native.parts.synchronised_batch_norm import summed_bytes, synchronise_batch_norm
 
 Reduction = Literal["all_reduce", "ring", "parameter_server", "none"]
@@ -128,9 +128,8 @@ class NativeDataParallel(Implementation):
         self._buffers_go_along = self.transport == "shared_memory" or reduction in ("all_reduce", "none")
         self.num_updates = 0
 
-        by_name = {p.name: p for p in logical_parameters(self.module, workload.decays) if p.trainable}
-        order = [*order_of_use(workload, layout.data), *by_name]  # what no forward reaches comes last
-        used = [by_name[name] for name in dict.fromkeys(order) if name in by_name]
+        trained = [p for p in logical_parameters(self.module, workload.decays) if p.trainable]
+        used = in_order_of_use(workload, layout.data, trained)
         if workload.synchronise_batch_norm:
             synchronise_batch_norm(self.module, mesh.group("data", lane=1))
         plans = plan_buckets(used[::-1], bucket_bytes)

@@ -3,11 +3,13 @@ in which backward completes their gradients."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from harness.parameters import LogicalParameter
 from harness.workload import Workload
 
 
@@ -41,6 +43,15 @@ def forward_without_values(model: nn.Module, inputs: Tensor) -> Any:
     """The outputs on the meta device of a model that lies there; a model that asks for values raises what it likes."""
     with torch.no_grad(), torch.device("meta"):
         return model(inputs.to("meta"))
+
+
+def in_order_of_use(
+    workload: Workload, data_degree: int, parameters: Iterable[LogicalParameter]
+) -> list[LogicalParameter]:
+    """`parameters` in that order; what no forward reaches comes last, in its own."""
+    by_name = {parameter.name: parameter for parameter in parameters}
+    order = [*order_of_use(workload, data_degree), *by_name]
+    return [by_name[name] for name in dict.fromkeys(order) if name in by_name]
 
 
 def _traced(workload: Workload, inputs: Tensor) -> list[str]:

@@ -18,7 +18,7 @@ from harness.layout import Layout
 from harness.parameters import LogicalParameter
 from harness.workload import Workload
 from impls.native.parts.buckets import plan_buckets
-from impls.native.parts.order_of_use import order_of_use
+from impls.native.parts.order_of_use import in_order_of_use
 from impls.native.parts.shards import ShardedPlan
 from impls.native.parts.units import plan_units
 
@@ -86,15 +86,14 @@ def plan_zero(
     reshards: bool,
 ) -> ZeroPlan:
     """The plan for the model of `workload`, whose `parameters` are in its compute precision; the same on every rank."""
-    by_name = {parameter.name: parameter for parameter in parameters}
     if stage == 3:
+        by_name = {parameter.name: parameter for parameter in parameters}
         units = plan_units(workload, layout.data)
         members = [(unit.module, [by_name[p.name] for p in unit.parameters]) for unit in units.units]
         if not members or members[0][0] is not None:
             members.insert(0, (None, []))  # the root unit is always there, be it empty
         return _sharded(members, layout.shard_degree, bucket_bytes, reshards, units.untraced_because)
-    order = [*order_of_use(workload, layout.data), *by_name]  # what no forward reaches comes last
-    used = [by_name[name] for name in dict.fromkeys(order) if name in by_name and by_name[name].trainable]
+    used = in_order_of_use(workload, layout.data, [parameter for parameter in parameters if parameter.trainable])
     return ZeroPlan(
         stage=stage,
         reshards=False,
