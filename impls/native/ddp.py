@@ -39,11 +39,10 @@ from impls.native.parts.direct_gradients import Place, TrainingTask, write_direc
 from impls.native.parts.flat_memory import copy_into
 from impls.native.parts.gradient_bucket import GradientBucket
 from impls.native.parts.order_of_use import in_order_of_use
+from impls.native.parts.shared_memory import Transport
 from impls.native.parts.synchronised_batch_norm import summed_bytes, synchronise_batch_norm
 
 Reduction = Literal["all_reduce", "ring", "parameter_server", "none"]
-Transport = Literal["process_group", "shared_memory"]
-_COLLECTIVE_TIMEOUT_SECONDS = 120.0
 
 
 class NativeDataParallel(Implementation):
@@ -274,7 +273,7 @@ class NativeDataParallel(Implementation):
         precision = self.workload.precision
         shapes = [(plan.num_elements, precision.gradient if precision.master else plan.dtype) for plan in plans]
         if self.transport == "shared_memory":
-            timeout = _COLLECTIVE_TIMEOUT_SECONDS
+            timeout = shared_memory.TIMEOUT_SECONDS
             return SharedMemorySums(
                 shared_memory.SharedBuffers(shapes, self.group, timeout_seconds=timeout, observer=mesh.observer)
             )

@@ -33,7 +33,8 @@ from impls.native.parts.buffer_broadcasts import BufferBroadcasts
 from impls.native.parts.direct_gradients import Place, TrainingTask, write_directly
 from impls.native.parts.flat_memory import copy_into
 from impls.native.parts.sharded_bucket import ShardedBucket
-from impls.native.parts.sharded_memory import ShardedMemory, Transport
+from impls.native.parts.sharded_memory import ShardedMemory
+from impls.native.parts.shared_memory import Transport
 from impls.native.parts.synchronised_batch_norm import synchronise_batch_norm
 from impls.native.parts.unit_gathers import UnitGathers
 from impls.native.parts.zero_plan import DEFAULT_BUCKET_BYTES, ZeroPlan, plan_zero

@@ -5,7 +5,6 @@ between steps."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -19,12 +18,11 @@ from impls.native.parts.buckets import Segment, view_like
 from impls.native.parts.gradient_shards import GradientShards, ProcessGroupShards, SharedMemoryShards
 from impls.native.parts.parameter_gathers import ParameterGathers, ProcessGroupGathers, SharedMemoryGathers
 from impls.native.parts.sharded_bucket import ShardedBucket
+from impls.native.parts.shared_memory import TIMEOUT_SECONDS, Transport
 from impls.native.parts.unit_gathers import PlacedUnit
 from impls.native.parts.zero_costs import gradient_flats, parameter_flats
 from impls.native.parts.zero_plan import PlannedFlat, ZeroPlan
 
-Transport = Literal["process_group", "shared_memory"]
-_TIMEOUT_SECONDS = 120.0
 _GATHERS, _GRADIENTS, _NORMS = 0, 1, 2  # lanes: neither kind of collective waits for its turn among the others
 
 
@@ -165,7 +163,7 @@ class ShardedMemory:
         group, keeps_full = mesh.group("shard", lane=_GATHERS), not self._plan.shards_parameters
         if self.transport == "shared_memory":
             return SharedMemoryGathers(
-                flats, group, keeps_full=keeps_full, timeout_seconds=_TIMEOUT_SECONDS, observer=mesh.observer
+                flats, group, keeps_full=keeps_full, timeout_seconds=TIMEOUT_SECONDS, observer=mesh.observer
             )
         return ProcessGroupGathers(flats, group, self._device, keeps_full=keeps_full)
 
@@ -173,7 +171,7 @@ class ShardedMemory:
         flats = gradient_flats(self._plan, self._workload)
         group = mesh.group("shard", lane=_GRADIENTS)
         if self.transport == "shared_memory":
-            return SharedMemoryShards(flats, group, timeout_seconds=_TIMEOUT_SECONDS, observer=mesh.observer)
+            return SharedMemoryShards(flats, group, timeout_seconds=TIMEOUT_SECONDS, observer=mesh.observer)
         return ProcessGroupShards(flats, group, self._device)
 
     def _fill(self, parameters: Mapping[str, nn.Parameter]) -> None:

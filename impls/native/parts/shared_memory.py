@@ -20,6 +20,7 @@ import os
 import platform
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,9 @@ from harness.layout import Axis
 from harness.mesh import Mesh
 from impls.native.parts.shared_region import ALIGNMENT, SharedRegion, round_up
 
+Transport = Literal["process_group", "shared_memory"]
+TIMEOUT_SECONDS = 120.0
+"""How long a rank waits in shared memory for a peer."""
 _BLOCK_BYTES = 1 << 18  # a chunk is summed in blocks that stay in a core's own cache
 
 
