@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from harness.implementation import Implementation, StepOutput, phase
@@ -32,7 +32,7 @@ from harness.parameters import (
 from harness.workload import Batch, Workload
 from impls.native.parts import shared_memory
 from impls.native.parts.bucket_sums import BucketSums, OwnShares, Piece, ProcessGroupSums, SharedMemorySums
-from impls.native.parts.buckets import BucketPlan, plan_buckets
+from impls.native.parts.buckets import BucketPlan, plan_buckets, refuse_sparse_gradients
 from impls.native.parts.buffer_broadcasts import BufferBroadcasts
 from impls.native.parts.collectives import parameter_server_all_reduce, ring_all_reduce
 from impls.native.parts.direct_gradients import Place, TrainingTask, write_directly
@@ -120,7 +120,7 @@ class NativeDataParallel(Implementation):
         self.transport = "process_group" if self.transport_fallback else transport
         self.group = mesh.group("data")
         self.module = workload.build_model().to(device)
-        self._refuse_sparse()
+        refuse_sparse_gradients(self.module, "native.ddp")
         self.parameters = dict(self.module.named_parameters())
         self.buffers = BufferBroadcasts(self.module, self.group)
         # Not with sums that are sent and received on another thread: one group takes one order of operations.
@@ -291,11 +291,6 @@ class NativeDataParallel(Implementation):
                     f"parameter {name} was replaced after native.ddp took it over: it is no longer the tensor that "
                     f"is reduced and stepped"
                 )
-
-    def _refuse_sparse(self) -> None:
-        for name, module in self.module.named_modules():
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-                raise ValueError(f"native.ddp reduces dense gradients: {name} is an embedding with sparse=True")
 
     def _watch(self, index: int, name: str) -> None:
         """After each backward moves the parameter's gradient into its bucket, unless it is a small one, and in the last

@@ -29,6 +29,7 @@ from harness.optimizer import clip_coefficient, global_norm
 from harness.parameters import LogicalParameter, MemoryCategory, logical_parameters
 from harness.workload import Batch, Workload
 from impls.native.parts import shared_memory, zero_costs
+from impls.native.parts.buckets import refuse_sparse_gradients
 from impls.native.parts.buffer_broadcasts import BufferBroadcasts
 from impls.native.parts.direct_gradients import Place, TrainingTask, write_directly
 from impls.native.parts.flat_memory import copy_into
@@ -110,6 +111,7 @@ class NativeShardedOptimizer(Implementation):
         self.shard_group = mesh.group("shard")
         self.replicas = mesh.group("replicate") if layout.data > layout.shard_degree else None
         self.module = workload.build_model().to(device)
+        refuse_sparse_gradients(self.module, "native.zero")
         self.parameters = dict(self.module.named_parameters())
         if workload.synchronise_batch_norm:
             synchronise_batch_norm(self.module, mesh.group("data", lane=1))

@@ -86,3 +86,10 @@ def flatten_parameters(plan: BucketPlan, parameters: dict[str, nn.Parameter], de
             view.copy_(parameter)
             parameter.data = view
     return flat
+
+
+def refuse_sparse_gradients(model: nn.Module, whose: str) -> None:
+    """ValueError if a layer of `model` yields gradients that have no place in a flat buffer."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ValueError(f"{whose} reduces dense gradients: {name} is an embedding with sparse=True")

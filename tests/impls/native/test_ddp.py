@@ -58,9 +58,10 @@ def test_a_parameter_replaced_after_the_build_is_an_error(worlds: Worlds, how: s
     launch.command("time_steps", num_steps=1)
 
 
-def test_sparse_gradients_are_refused_by_name(worlds: Worlds) -> None:
-    with pytest.raises(LaunchFailed, match="embedding is an embedding with sparse=True"):
-        worlds.adopt(parity_case(f"{WORKLOADS}:sparse", "native.ddp", 1))
+@pytest.mark.parametrize("name", ["native.ddp", "native.zero"])
+def test_sparse_gradients_are_refused_by_name(worlds: Worlds, name: str) -> None:
+    with pytest.raises(LaunchFailed, match=f"{name} .*embedding is an embedding with sparse=True"):
+        worlds.adopt(parity_case(f"{WORKLOADS}:sparse", name, 1))
 
 
 @pytest.mark.parametrize(
