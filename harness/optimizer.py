@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -158,6 +159,17 @@ def global_norm(gradients: Sequence[Tensor]) -> Tensor:
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
     norm: Tensor = torch.linalg.vector_norm(torch.cat([_norms_of_blocks(gradient) for gradient in gradients]))
+    return norm
+
+
+def norm_over_ranks(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The norm of what the ranks of `group` hold together, from each one's `own`, an fp64 scalar; the same bits on all
+    of them. Collective: (n-1) fp64 numbers leave each rank."""
+    if group.size() == 1:
+        return own
+    norms = own.new_empty(group.size())
+    dist.all_gather_single(norms, own.view(1), group=group)
+    norm: Tensor = torch.linalg.vector_norm(norms)
     return norm
 
 

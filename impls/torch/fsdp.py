@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from harness.implementation import Implementation, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
-from harness.optimizer import clip_coefficient, decay_groups, global_norm, torch_optimizer
+from harness.optimizer import clip_coefficient, decay_groups, global_norm, norm_over_ranks, torch_optimizer
 from harness.parameters import LogicalParameter, MemoryCategory, logical_parameters
 from harness.workload import Batch, MicroBatch, Workload
 from impls.torch.parts import sharding_limits
@@ -232,11 +232,7 @@ class TorchFullySharded(Implementation):
 
     def _norm_of_all_shards(self, gradients: Sequence[Tensor]) -> Tensor:
         """The global norm in fp64, of the same bits on every rank."""
-        own = global_norm(gradients).to(self.device)
-        norms = own.new_empty(dist.get_world_size(self.shard_group))
-        dist.all_gather_into_tensor(norms, own.view(1), group=self.shard_group)
-        norm: Tensor = torch.linalg.vector_norm(norms)
-        return norm
+        return norm_over_ranks(global_norm(gradients).to(self.device), self.shard_group)
 
     def full_gradients(self) -> dict[str, Tensor]:
         scale = 1.0 if self._clip_scale is None else float(self._clip_scale)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.mesh import Mesh
+from harness.optimizer import norm_over_ranks
 from harness.parameters import MemoryCategory
 from harness.workload import Workload
 from impls.native.parts import flat_memory
@@ -89,12 +90,7 @@ class ShardedMemory:
 
     def norm_over_shards(self, own: Tensor) -> Tensor:
         """The root of the sum of squares of the ranks' `own` norms, fp64 scalars; the same bits on all ranks."""
-        if self._num_ranks == 1:
-            return own
-        norms = torch.empty(self._num_ranks, dtype=torch.float64, device=self._device)
-        dist.all_gather_single(norms, own.to(self._device).view(1), group=self._group)
-        norm: Tensor = torch.linalg.vector_norm(norms)
-        return norm
+        return norm_over_ranks(own.to(self._device), self._group)
 
     def whole(self, index: int, shard: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Each parameter of the flat by name, with what the ranks' shards (num_shard_elements,) say of it, on the CPU.
