@@ -93,3 +93,16 @@ def test_a_failed_case_takes_no_part_but_one_that_diverged_is_shown() -> None:
     rows = rows_of(diverged, FAST, crashed)
     assert list(rows) == ["native", "torch"]
     assert rows["native"]["best_peer"] == "torch"
+
+
+def test_a_peer_stands_beside_each_strategy_that_it_is_comparable_with() -> None:
+    second = timed("native", "subject", [[3.0]] * 4, strategy="zero_2")
+    third = timed("native", "subject", [[3.0]] * 4, strategy="zero_3", case={"options": {"stage": 3}})
+    peer = timed("torch", "peer", [[6.0]] * 4, strategy="zero_3", comparable_strategies=("zero_3", "zero_2"))
+    rows = [(row["strategy"], row["role"], row["ratio"]) for row in ratio_rows([second, third, peer])]
+    assert rows == [
+        ("zero_2", "subject", 0.5),
+        ("zero_2", "peer", 1.0),
+        ("zero_3", "subject", 0.5),
+        ("zero_3", "peer", 1.0),
+    ]

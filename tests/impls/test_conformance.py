@@ -8,6 +8,7 @@ A setting is an implementation with its options. Settings take turns on workload
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -117,3 +118,15 @@ def test_trains_on_every_layout(worlds: Worlds, name: str, options: dict[str, An
 def refusal(name: str, options: dict[str, Any], kind: str) -> str:
     workload = in_precision(models.load(f"awkward:kind={kind}"), precision_of(kind))
     return str(implementation.load(name).unsupported(workload, Layout(data=2), torch.device("cpu"), options))
+
+
+@pytest.mark.parametrize("name", ["native.ddp", "native.zero", "torch.ddp", "torch.fsdp"])
+def test_what_is_given_up_leaves_no_threads_behind(worlds: Worlds, name: str) -> None:
+    """Process groups end with their implementation: the threads of those that live on wake up a hundred times a second,
+    and a world that takes on one case after another comes to a standstill."""
+    counts = []
+    for _ in range(3):
+        launch = worlds.adopt(parity_case("awkward:kind=unequal_tokens", name, 2))
+        launch.command("time_steps", num_steps=1)
+        counts.append([len(list(Path(f"/proc/{pid}/task").iterdir())) for pid in launch.pids])
+    assert counts[2] == counts[1]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -28,13 +29,13 @@ CPU = torch.device("cpu")
 
 
 class Probe(Implementation):
-    """Plays the function of this file named `scenario`."""
+    """Plays the function named `scenario` of the file its class stands in."""
 
     strategy = "none"
 
     def __init__(self, workload: Workload, layout: Layout, mesh: Mesh, device: torch.device, *, scenario: str) -> None:
         self.module = nn.Identity()
-        globals()[scenario](mesh)
+        getattr(sys.modules[type(self).__module__], scenario)(mesh)
         dist.barrier(group=mesh.group("data"))
 
     def train_step(self, batch: Batch) -> StepOutput:

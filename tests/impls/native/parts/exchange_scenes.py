@@ -8,14 +8,12 @@ import time
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from harness.implementation import Implementation, StepOutput
-from harness.layout import Layout
 from harness.mesh import Mesh
-from harness.workload import Batch, Workload
 from impls.native.parts.gradient_shards import Flat, GradientShards, ProcessGroupShards, SharedMemoryShards
 from impls.native.parts.parameter_gathers import ParameterGathers, ProcessGroupGathers, SharedMemoryGathers
+from tests.impls.native.probes import Probe
 
 CPU = torch.device("cpu")
 FLATS = [
@@ -31,24 +29,8 @@ FLATS = [
 ]
 
 
-class Exchange(Implementation):
+class Exchange(Probe):
     """Plays the function of this file named `scenario`."""
-
-    strategy = "none"
-
-    def __init__(self, workload: Workload, layout: Layout, mesh: Mesh, device: torch.device, *, scenario: str) -> None:
-        self.module = nn.Identity()
-        globals()[scenario](mesh)
-        dist.barrier(group=mesh.group("data"))
-
-    def train_step(self, batch: Batch) -> StepOutput:
-        raise NotImplementedError
-
-    def full_gradients(self) -> dict[str, Tensor]:
-        raise NotImplementedError
-
-    def full_parameters(self) -> dict[str, Tensor]:
-        raise NotImplementedError
 
 
 def gradient_shards(mesh: Mesh) -> None:
