@@ -142,6 +142,7 @@ class NativeShardedOptimizer(Implementation):
                 reshards=reshard_after_forward,
                 done_in_backward=self._reduce_unit,
             )
+        self.memory.remember_parameters()
         self._next_to_reduce = 0
         self._micro_batch, self._num_micro_batches = 0, 1
         self._hooks: list[RemovableHandle] = []
@@ -159,6 +160,8 @@ class NativeShardedOptimizer(Implementation):
 
     def train_step(self, batch: Batch) -> StepOutput:
         loss_sum, num_tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0
+        if not self.num_updates:
+            self.memory.check_parameters(self.module)
         for bucket in self.buckets:
             bucket.start_step()
         self._num_micro_batches = len(batch.micro_batches)

@@ -47,7 +47,7 @@ class ShardedMemory:
         self.exchange = self._make_exchange(mesh)
         self._fill(parameters)
         self.buckets = [self._bucket(index, flat) for index, flat in enumerate(plan.flats[: plan.num_trained])]
-        self._pointers = {name: p.data_ptr() for name, p in parameters.items() if not plan.shards_parameters}
+        self._pointers: dict[str, int] = {}
 
     def start_sum(self, index: int, *, add: bool) -> None:
         """This rank's gradients of the bucket are there; see GradientShards."""
@@ -124,11 +124,16 @@ class ShardedMemory:
                 full[name] = parameter.detach().cpu().clone()
         return full
 
+    def remember_parameters(self) -> None:
+        """Everything lies where it will lie between steps."""
+        self._pointers = {name: parameter.data_ptr() for name, parameter in self._parameters.items()}
+
     def check_parameters(self, module: nn.Module) -> None:
-        """A parameter put in the place of one taken over would train on its own, or not at all, in silence."""
+        """Between steps. A parameter put in the place of one taken over would train on its own, or not at all, in
+        silence."""
         current = dict(module.named_parameters())
         for name, parameter in self._parameters.items():
-            moved = name in self._pointers and parameter.numel() and parameter.data_ptr() != self._pointers[name]
+            moved = parameter.numel() and parameter.data_ptr() != self._pointers[name]
             if current.get(name) is not parameter or moved:
                 raise RuntimeError(
                     f"parameter {name} was replaced after native.zero took it over: it is no longer the tensor that is "

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tests.conftest import Worlds
 
 HERE = Path(__file__).parent
+REPLACED = HERE / "replaced.py"
 SCENES = HERE / "scenes.py"
 WORKLOADS = HERE / "workloads.py"
 TRANSPORTS = [{}, {"transport": "shared_memory"}]
@@ -51,11 +52,18 @@ def test_scene_of_one_bucket_of_small_gradients(worlds: Worlds, scene: str, opti
 
 
 @pytest.mark.parametrize("how", ["parameter", "data"])
-def test_a_parameter_replaced_after_the_build_is_an_error(worlds: Worlds, how: str) -> None:
-    launch = worlds.adopt(
-        parity_case("awkward:kind=unequal_tokens", f"{SCENES}:Replaced", 1, options={"how": how}, precision="fp64")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("UnderDataParallel", {}), *(("UnderShardedOptimizer", {"stage": stage}) for stage in (1, 2, 3))],
+    ids=str,
+)
+def test_a_parameter_replaced_after_the_build_is_an_error(
+    worlds: Worlds, name: str, options: dict[str, Any], how: str
+) -> None:
+    case = parity_case(
+        "awkward:kind=unequal_tokens", f"{REPLACED}:{name}", 1, options={"how": how, **options}, precision="fp64"
     )
-    launch.command("time_steps", num_steps=1)
+    worlds.adopt(case).command("time_steps", num_steps=1)
 
 
 @pytest.mark.parametrize("name", ["native.ddp", "native.zero"])
