@@ -207,6 +207,7 @@ class NativeShardedOptimizer(Implementation):
         scale, norm = None, None
         if self.units is not None:
             self.units.forget()
+        self.memory.begin_update()
         if training.checks_norm:
             for index in range(len(self.buckets)):
                 self._await_sum(index)

@@ -17,9 +17,10 @@ from harness.workload import Workload
 from impls.native.parts import flat_memory
 from impls.native.parts.buckets import Segment, view_like
 from impls.native.parts.gradient_shards import GradientShards, ProcessGroupShards, SharedMemoryShards
-from impls.native.parts.parameter_gathers import ParameterGathers, ProcessGroupGathers, SharedMemoryGathers
+from impls.native.parts.parameter_gathers import ParameterGathers, ProcessGroupGathers
 from impls.native.parts.sharded_bucket import ShardedBucket
 from impls.native.parts.shared_memory import TIMEOUT_SECONDS, Transport
+from impls.native.parts.shared_parameters import ParametersInPlace, SharedMemoryGathers
 from impls.native.parts.unit_gathers import PlacedUnit
 from impls.native.parts.zero_costs import gradient_flats, parameter_flats
 from impls.native.parts.zero_plan import PlannedFlat, ZeroPlan
@@ -52,6 +53,10 @@ class ShardedMemory:
     def start_sum(self, index: int, *, add: bool) -> None:
         """This rank's gradients of the bucket are there; see GradientShards."""
         self.exchange.start(index, self.buckets[index].shard_gradients, add=add)
+
+    def begin_update(self) -> None:
+        """Backward has ended on this rank. Returns once it may write to its shards of the parameters."""
+        self.gathers.begin_update(self.exchange.progress)
 
     def publish(self, index: int) -> None:
         """This rank has updated its shard of the bucket. Where every rank holds all parameters they become whole from
@@ -161,12 +166,11 @@ class ShardedMemory:
 
     def _make_gathers(self, mesh: Mesh) -> ParameterGathers:
         flats = parameter_flats(self._plan)
-        group, keeps_full = mesh.group("shard", lane=_GATHERS), not self._plan.shards_parameters
+        group = mesh.group("shard", lane=_GATHERS)
         if self.transport == "shared_memory":
-            return SharedMemoryGathers(
-                flats, group, keeps_full=keeps_full, timeout_seconds=TIMEOUT_SECONDS, observer=mesh.observer
-            )
-        return ProcessGroupGathers(flats, group, self._device, keeps_full=keeps_full)
+            kind = ParametersInPlace if self._plan.shards_parameters else SharedMemoryGathers
+            return kind(flats, group, timeout_seconds=TIMEOUT_SECONDS, observer=mesh.observer)
+        return ProcessGroupGathers(flats, group, self._device, keeps_full=not self._plan.shards_parameters)
 
     def _make_exchange(self, mesh: Mesh) -> GradientShards:
         flats = gradient_flats(self._plan, self._workload)
@@ -179,8 +183,9 @@ class ShardedMemory:
         """From the module's parameters to the flats'."""
         with torch.no_grad():
             for index, flat in enumerate(self._plan.flats):
-                # Stage 3 has no room of its own for a whole flat; the slot's is free now.
                 full = self.gathers.full(index)
+                if self._plan.shards_parameters:
+                    full = torch.zeros_like(full)  # what the gathers lend may be everybody's
                 for segment in flat.plan.bucket.segments:
                     parameter = parameters[segment.parameter.name]
                     view = self._view(full, segment)

@@ -2,8 +2,9 @@
 
 Every rank keeps its parts in an anonymous memory file that its peers map too:
 
-    rank 0's file    | flags | part 0 | part 1 | ...        flags: one 64-bit number for each kind of flag and each
-    rank 1's file    | flags | part 0 | part 1 | ...        thing it is about; only the file's owner writes to them
+    rank 0's file    | flags | part 0 | part 1 | ... | common 0 | ...     flags: one 64-bit number for each kind of flag
+    rank 1's file    | flags | part 0 | part 1 | ...                      and each thing it is about; only the file's
+                                                                          owner writes to them
 
 A flag holds an epoch, which only grows: how many times its owner has done something to something. What the epochs
 mean, and who may read whose parts when, is the business of the collectives on top.
@@ -37,34 +38,32 @@ _NAP_SECONDS = 50e-6
 
 
 class SharedRegion:
-    """The parts of one rank, its view of its peers' and everyone's flags: one of each kind of `flags` for each of
-    `num_flagged` things, called `noun` in messages. Collective over `group`, which exchanges only where the memory
-    lies. On all ranks alike: MemoryError if one has not enough for its `purpose`, RuntimeError if a peer's memory
-    cannot be mapped."""
+    """The parts of one rank, `part_bytes` each, its view of its peers', what lies there once for all of them
+    (`common_bytes`), and everyone's flags: one of each kind of `flags` for each of `things`, whose names messages
+    use. Collective over `group`, which exchanges only where the memory lies. On all ranks alike: MemoryError if one has
+    not enough for its `purpose`, RuntimeError if a peer's memory cannot be mapped."""
 
     def __init__(
         self,
         part_bytes: Sequence[int],
         group: dist.ProcessGroup,
         *,
+        common_bytes: Sequence[int] = (),
         flags: type[IntEnum],
-        num_flagged: int,
-        noun: str,
+        things: Sequence[str],
         purpose: str,
         timeout_seconds: float,
         observer: CollectiveObserver | None,
     ) -> None:
         self.rank, self.num_ranks = group.rank(), group.size()
         self._ranks = tuple(dist.get_process_group_ranks(group))
-        self._kinds, self._num_flagged, self._noun = flags, num_flagged, noun
+        self._kinds, self._things, self._num_things = flags, things, len(things)
         self._timeout_seconds = timeout_seconds
         self._observer = observer
         self._tickets: dict[int, int] = {}
-        offsets, size = [], round_up(8 * len(flags) * max(1, num_flagged), mmap.PAGESIZE)
-        for num_bytes in part_bytes:
-            offsets.append(size)
-            size += round_up(num_bytes, ALIGNMENT)
-        self._maps = _map_everyone(size, purpose, group)
+        offsets, own_size = _laid_out(part_bytes, round_up(8 * len(flags) * max(1, len(things)), mmap.PAGESIZE))
+        self._common_offsets, first_size = _laid_out(common_bytes, own_size)
+        self._maps = _map_everyone([first_size, *[own_size] * (self.num_ranks - 1)], purpose, group)
         self._flags = [memoryview(mapped).cast("q") for mapped in self._maps]
         self._parts = [
             [_bytes_at(mapped, offset, num_bytes) for mapped in self._maps]
@@ -79,12 +78,16 @@ class SharedRegion:
         """The first elements of a part as (num_elements,) of `dtype`, in each rank's memory, in rank order."""
         return [part[: num_elements * dtype.itemsize].view(dtype) for part in self._parts[index]]
 
+    def common(self, index: int, begin: int, num_bytes: int) -> Tensor:
+        """(num_bytes,) of uint8, a storage of its own, from byte `begin` of what all ranks share; zero at first."""
+        return _bytes_at(self._maps[0], self._common_offsets[index] + begin, num_bytes)
+
     def set(self, flag: IntEnum, index: int, epoch: int) -> None:
         """Tells everyone that this rank has come to `epoch`."""
-        self._flags[self.rank][flag * self._num_flagged + index] = epoch
+        self._flags[self.rank][flag * self._num_things + index] = epoch
 
     def all_reached(self, flag: IntEnum, index: int, epoch: int) -> bool:
-        position = flag * self._num_flagged + index
+        position = flag * self._num_things + index
         return all(flags[position] >= epoch for flags in self._flags)
 
     def until_all(self, flag: IntEnum, index: int, epoch: int, meanwhile: Callable[[], None] = lambda: None) -> None:
@@ -94,7 +97,7 @@ class SharedRegion:
 
     def until_one(self, rank: int, flag: IntEnum, index: int, epoch: int) -> None:
         """Returns once the group's `rank` has reached `epoch`; TimeoutError as above."""
-        flags, position = self._flags[rank], flag * self._num_flagged + index
+        flags, position = self._flags[rank], flag * self._num_things + index
         self._until(lambda: flags[position] >= epoch, flag, index, epoch, lambda: None)
 
     @property
@@ -156,13 +159,14 @@ class SharedRegion:
         """Names the ranks that lag behind all others: who is late with the first kind of flag may well keep everybody,
         even this rank, from setting the next."""
         for flag in self._kinds:
-            position = flag * self._num_flagged + index
+            position = flag * self._num_things + index
             late = [str(rank) for rank, flags in zip(self._ranks, self._flags, strict=True) if flags[position] < epoch]
-            if late or flag == awaited:
+            itself = str(self._ranks[self.rank])
+            if flag == awaited or (late and itself not in late):
                 break
         return (
             f"shared memory: rank {self._ranks[self.rank]} waited {self._timeout_seconds:g} s for "
-            f"rank {', '.join(late)} to have {flag.name.lower()} {self._noun} {index}"
+            f"rank {', '.join(late)} to have {flag.name.lower()} {self._things[index]}"
         )
 
 
@@ -170,8 +174,18 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _map_everyone(size: int, purpose: str, group: dist.ProcessGroup) -> list[mmap.mmap]:
-    """Creates this rank's memory file and maps those of all ranks, in rank order."""
+def _laid_out(part_bytes: Sequence[int], begin: int) -> tuple[list[int], int]:
+    """Where each part lies, from `begin` on, and where they end."""
+    offsets = []
+    for num_bytes in part_bytes:
+        offsets.append(begin)
+        begin += round_up(num_bytes, ALIGNMENT)
+    return offsets, begin
+
+
+def _map_everyone(sizes: Sequence[int], purpose: str, group: dist.ProcessGroup) -> list[mmap.mmap]:
+    """Creates this rank's memory file and maps those of all ranks, in rank order, each of its own size."""
+    size = sizes[group.rank()]
     descriptor = os.memfd_create("meshmark")
     maps: list[mmap.mmap] = []
     try:
@@ -184,10 +198,10 @@ def _map_everyone(size: int, purpose: str, group: dist.ProcessGroup) -> list[mma
         places: list[Any] = [None] * group.size()
         dist.all_gather_object(places, (os.getpid(), descriptor), group=group)
         problem = None
-        for pid, number in places:
+        for (pid, number), of_rank in zip(places, sizes, strict=True):
             try:
                 with open(f"/proc/{pid}/fd/{number}", "r+b") as file:  # noqa: PTH123  not a path on a disk
-                    maps.append(mmap.mmap(file.fileno(), size))
+                    maps.append(mmap.mmap(file.fileno(), of_rank))
             except OSError as error:
                 problem = f"the memory of process {pid} cannot be mapped by rank {dist.get_rank()}: {error}"
                 break

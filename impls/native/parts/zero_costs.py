@@ -60,7 +60,8 @@ def memory_bytes(
     lent = receiving_bytes(gradients, num_ranks, shares_memory=shares_memory, device=device)
     if plan.shards_parameters:
         of_parameters = sum(flat.shard_bytes for flat in gathered)
-        lent += sum(slot_bytes(gathered, num_ranks).values())
+        # Where ranks share memory they read each other's shards where they lie.
+        lent += 0 if shares_memory else sum(slot_bytes(gathered, num_ranks).values())
     else:
         in_flats = {segment.parameter.name for flat in plan.flats for segment in flat.plan.bucket.segments}
         of_parameters = num_ranks * sum(flat.shard_bytes for flat in gathered)

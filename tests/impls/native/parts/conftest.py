@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -21,14 +21,14 @@ def played_groups(monkeypatch: pytest.MonkeyPatch) -> PlayedGroups:
     """Makes one process group of `num_ranks` ranks, global ranks 10, 11, ...: as each of them sees it. What is made
     over these views lies in the same memory."""
     monkeypatch.setattr(shared_region.dist, "get_process_group_ranks", lambda group: list(group.global_ranks))
-    monkeypatch.setattr(shared_region, "_map_everyone", lambda size, purpose, group: group.map_everyone(size))
+    monkeypatch.setattr(shared_region, "_map_everyone", lambda sizes, purpose, group: group.map_everyone(sizes))
 
     def make(num_ranks: int) -> list[Any]:
         maps: list[mmap.mmap] = []
 
-        def map_everyone(size: int) -> list[mmap.mmap]:
+        def map_everyone(sizes: Sequence[int]) -> list[mmap.mmap]:
             if not maps:
-                maps.extend(mmap.mmap(-1, size) for _ in range(num_ranks))
+                maps.extend(mmap.mmap(-1, size) for size in sizes)
             return list(maps)
 
         return [

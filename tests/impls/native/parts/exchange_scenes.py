@@ -12,7 +12,8 @@ from torch import Tensor
 
 from harness.mesh import Mesh
 from impls.native.parts.gradient_shards import Flat, GradientShards, ProcessGroupShards, SharedMemoryShards
-from impls.native.parts.parameter_gathers import ParameterGathers, ProcessGroupGathers, SharedMemoryGathers
+from impls.native.parts.parameter_gathers import ParameterGathers, ProcessGroupGathers
+from impls.native.parts.shared_parameters import ParametersInPlace, SharedMemoryGathers
 from tests.impls.native.probes import Probe
 
 CPU = torch.device("cpu")
@@ -59,13 +60,15 @@ def parameter_gathers(mesh: Mesh) -> None:
         ways: list[ParameterGathers] = [
             ProcessGroupGathers(flats, group, CPU, keeps_full=keeps_full),
             by_library,
-            SharedMemoryGathers(flats, group, keeps_full=keeps_full, timeout_seconds=60.0),
+            (SharedMemoryGathers if keeps_full else ParametersInPlace)(flats, group, timeout_seconds=60.0),
         ]
         for gathers in ways:
             for step in range(3):
+                gathers.begin_update(lambda: None)
                 _publish_all(gathers, flats, group, step)
                 _gather_all(gathers, flats, group, step)
-                dist.barrier(group=group)  # stands for the gradients, which everyone publishes before the next update
+                if keeps_full:
+                    dist.barrier(group=group)  # stands for the gradients, which all publish before the next update
             gathers.close()
 
 
@@ -77,7 +80,7 @@ def one_step_of_two_groups(mesh: Mesh) -> None:
         (ProcessGroupShards([flat], group, CPU), ProcessGroupGathers([flat], group, CPU, keeps_full=True)),
         (
             SharedMemoryShards([flat], group, timeout_seconds=60.0),
-            SharedMemoryGathers([flat], group, keeps_full=True, timeout_seconds=60.0),
+            SharedMemoryGathers([flat], group, timeout_seconds=60.0),
         ),
     ]
     first = rank - rank % 2

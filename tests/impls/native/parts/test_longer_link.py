@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from impls.native.parts.gradient_shards import Flat, SharedMemoryShards
-from impls.native.parts.parameter_gathers import SharedMemoryGathers
 from impls.native.parts.shared_memory import SharedBuffers
+from impls.native.parts.shared_parameters import SharedMemoryGathers
 
 if TYPE_CHECKING:
     from tests.impls.native.parts.conftest import PlayedGroups, ReportedCollectives
@@ -38,10 +38,7 @@ def shards(groups: PlayedGroups, reported: ReportedCollectives) -> Exchange:
 
 
 def gathers(groups: PlayedGroups, reported: ReportedCollectives) -> Exchange:
-    ranks = [
-        SharedMemoryGathers([FLAT], group, keeps_full=False, timeout_seconds=5, observer=reported)
-        for group in groups(2)
-    ]
+    ranks = [SharedMemoryGathers([FLAT], group, timeout_seconds=5, observer=reported) for group in groups(2)]
     for rank in ranks:
         rank.shard(0).fill_(2.0)
         rank.publish(0)
