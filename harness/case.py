@@ -44,8 +44,9 @@ class Case:
     """workload x layout x topology x implementation x its options x precision.
 
     `role` says what the case is for in a comparison: ours (subject), someone else's (peer), or the compute-only floor,
-    which exchanges nothing and is therefore not held against the reference. `lane` (fp64, fp32, bf16) follows from the
-    precision.
+    which exchanges nothing and is therefore not held against the reference. `comparison` names those that an
+    interleaved suite times together, where not all of the same work are: they are all in memory at a time. `lane`
+    (fp64, fp32, bf16) follows from the precision.
     """
 
     workload: str
@@ -55,12 +56,15 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     precision: str = "fp32"
     role: Role = "subject"
+    comparison: str = ""
     measurement: Measurement = field(default_factory=Measurement)
     deadline_seconds: float = 300.0
 
     def __post_init__(self) -> None:
         if self.role not in get_args(Role):
             raise ValueError(f"case: role must be one of {', '.join(get_args(Role))}, got {self.role!r}")
+        if not isinstance(self.comparison, str):
+            raise ValueError(f"case: comparison must be a name, got {self.comparison!r}")
         if not isinstance(self.layout, Layout):
             raise ValueError(f"case: layout must be a Layout, got {self.layout!r}")
         if not isinstance(self.measurement, Measurement):
@@ -84,10 +88,17 @@ class Case:
         return self.topology or Topology(ranks_per_node=self.world_size)
 
     @property
+    def side_by_side(self) -> tuple[str, ...]:
+        """What cases have in common that an interleaved suite compares."""
+        return (self.comparison, self.workload, str(self.layout), str(self.placed), self.precision)
+
+    @property
     def id(self) -> str:
         """Stable over sessions: a readable head and a hash of everything that identifies the work."""
         not_identity = ("measurement", "deadline_seconds", "role")
         identity = {key: value for key, value in self.to_json().items() if key not in not_identity}
+        if not self.comparison:
+            del identity["comparison"]  # a case is the same one as before there were names for comparisons
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:10]
         head = f"{self.implementation.rsplit('/', 1)[-1]}-{self.layout}"
         return f"{head.replace(' ', '-').replace(':', '.').replace('=', '')}-{digest}"
@@ -108,6 +119,7 @@ class Case:
             "options": dict(self.options),
             "precision": self.precision,
             "role": self.role,
+            "comparison": self.comparison,
             "measurement": asdict(self.measurement),
             "deadline_seconds": self.deadline_seconds,
         }
@@ -122,6 +134,7 @@ class Case:
             options=data["options"],
             precision=data["precision"],
             role=data["role"],
+            comparison=data.get("comparison", ""),
             measurement=Measurement(**data["measurement"]),
             deadline_seconds=data["deadline_seconds"],
         )
@@ -129,8 +142,8 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    """A list of cases. With `interleaved`, cases of the same workload, layout, topology and precision are timed side by
-    side, in rounds that take turns, and a ratio table is made of them."""
+    """A list of cases. With `interleaved`, cases of the same comparison, workload, layout, topology and precision are
+    timed side by side, in rounds that take turns, and a ratio table is made of them."""
 
     name: str
     cases: tuple[Case, ...]

@@ -108,7 +108,7 @@ def _title(case: Case) -> str:
     layout = replace(case.layout, shard=None)
     topology = str(case.placed)
     where = [] if topology == f"1x{case.world_size}" else [topology]
-    return ", ".join([f"`{case.workload}`", str(layout), *where, case.precision])
+    return ", ".join(filter(None, [f"`{case.workload}`", str(layout), *where, case.precision, case.comparison]))
 
 
 def _sum(values: Iterable[float | None]) -> float | None:

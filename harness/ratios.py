@@ -12,19 +12,17 @@ from harness.result import HARMLESS, Result
 
 
 def ratio_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """One row for each subject and peer of each comparison (same strategy, workload, layout, topology, precision).
+    """One row for each subject and peer of each strategy, among cases that were timed side by side.
 
     `ratio` is its median step over that of the fastest peer (a peer's own row shows how far it is behind that one);
     `floor_ratio` is over the fastest floor's; `overhead_ratio` is (its median - floor) / (fastest peer's - floor), the
     part of the cost that is not computing. `spread` is the distance between the quartiles of the rounds' own ratios.
     """
-    comparisons: dict[tuple[str, str, str, str], list[Result]] = {}
+    comparisons: dict[tuple[str, ...], list[Result]] = {}
     for result in results:
-        case = result.case
-        key = (case.workload, str(case.layout), str(case.placed), case.precision)
-        comparisons.setdefault(key, []).append(result)
+        comparisons.setdefault(result.case.side_by_side, []).append(result)
     rows = []
-    for key, members in comparisons.items():
+    for members in comparisons.values():
         timed = [m for m in members if m.samples.get("step_seconds") and m.status in {*HARMLESS, "parity failed"}]
         floor = min((m for m in timed if m.case.role == "floor"), key=_median, default=None)
         for strategy in dict.fromkeys(m.strategy for m in timed if m.case.role == "subject"):
@@ -33,23 +31,25 @@ def ratio_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
                 continue
             best = min(peers, key=_median)
             ours = [m for m in timed if m.strategy == strategy and m.case.role == "subject"]
-            rows += [_row(member, best, floor, (strategy, *key)) for member in (*ours, *peers)]
+            rows += [_row(member, best, floor, strategy) for member in (*ours, *peers)]
     return rows
 
 
-def _row(result: Result, best: Result, floor: Result | None, key: tuple[str, str, str, str, str]) -> dict[str, Any]:
+def _row(result: Result, best: Result, floor: Result | None, strategy: str) -> dict[str, Any]:
+    case = result.case
     own, peer = _median(result), _median(best)
     floor_median = None if floor is None else _median(floor)
     by_round = [a / b for a, b in zip(_round_medians(result), _round_medians(best), strict=False)]
     return {
-        "strategy": key[0],
-        "workload": key[1],
-        "layout": key[2],
-        "topology": key[3],
-        "precision": key[4],
-        "world_size": result.case.world_size,
-        "implementation": result.case.label,
-        "role": result.case.role,
+        "strategy": strategy,
+        "comparison": case.comparison,
+        "workload": case.workload,
+        "layout": str(case.layout),
+        "topology": str(case.placed),
+        "precision": case.precision,
+        "world_size": case.world_size,
+        "implementation": case.label,
+        "role": case.role,
         "best_peer": best.case.label,
         "median_seconds": own,
         "best_peer_seconds": peer,

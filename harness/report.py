@@ -129,10 +129,12 @@ RATIO_MEANING = (
 
 
 def by_workload(results: Sequence[Result]) -> dict[str, list[Result]]:
-    """The results under their workload and precision, in the order they came."""
+    """The results under their workload, precision and comparison, in the order they came."""
     groups: dict[str, list[Result]] = {}
     for result in results:
-        groups.setdefault(f"{result.case.workload}, {result.case.precision}", []).append(result)
+        case = result.case
+        title = ", ".join(filter(None, (case.workload, case.precision, case.comparison)))
+        groups.setdefault(title, []).append(result)
     return groups
 
 
@@ -158,10 +160,11 @@ def read_ratios(directory: Path) -> list[dict[str, Any]]:
 
 
 def ratio_groups(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """The rows under their strategy, workload and precision."""
+    """The rows under their strategy, workload, precision and comparison."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        title = ", ".join(str(row[name]) for name in ("strategy", "workload", "precision") if row.get(name))
+        parts = [row.get(name) for name in ("strategy", "workload", "precision", "comparison")]
+        title = ", ".join(dict.fromkeys(str(part) for part in parts if part))
         groups.setdefault(title, []).append(row)
     return groups
 

@@ -158,7 +158,8 @@ def _ratio_metrics(directory: Path | None) -> dict[str, float]:
     """`ratio/ddp native.ddp world 2 gpt size 17m`: the figure, then which row of the table it stands in."""
     metrics = {}
     for row in read_ratios(directory) if directory else []:
-        parts = (row["strategy"], row["implementation"], f"world {row['world_size']}", row.get("workload", ""))
+        where = (row["implementation"], f"world {row['world_size']}", row.get("workload", ""))
+        parts = [*dict.fromkeys((row["strategy"], row.get("comparison") or row["strategy"])), *where]
         key = re.sub(r"[^\w.: -]+", " ", " ".join(str(part).replace("/", ".") for part in parts)).strip()
         for figure in RATIO_FIGURES:
             value = _number(row.get(figure))

@@ -23,6 +23,7 @@ from harness.progress import Progress
 from harness.references import References
 from harness.report import RATIOS_FILE
 from harness.result import Result
+from harness.room import Room
 
 SUITE_FILE = "suite.json"
 _LOCK_FILE = ".lock"
@@ -99,8 +100,7 @@ def _groups(suite: Suite) -> list[list[Case]]:
         return [[case] for case in suite.cases]
     groups: dict[tuple[str, ...], list[Case]] = {}
     for case in suite.cases:
-        key = (case.workload, str(case.layout), str(case.placed), case.precision)
-        groups.setdefault(key, []).append(case)
+        groups.setdefault(case.side_by_side, []).append(case)
     return list(groups.values())
 
 
@@ -128,11 +128,14 @@ def _run_group(members: Sequence[MeasuredCase]) -> Generator[MeasuredCase, None,
     Timed windows take turns, and every round begins with another case: what drifts meets each of them alike.
     """
     running: list[MeasuredCase] = []
+    room = Room()
     try:
         for member in members:
             member.on_start()
-            if _guarded(member, member.probe) and member.status == "ok" and _guarded(member, member.start):
+            sound = _guarded(member, member.probe) and member.status == "ok"
+            if sound and _guarded(member, room.check) and _guarded(member, member.start):
                 running.append(member)
+                room.taken()
         for number in range(max((member.case.measurement.rounds for member in running), default=0)):
             for offset in range(len(running)):
                 member = running[(number + offset) % len(running)]

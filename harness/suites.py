@@ -60,8 +60,9 @@ def _explained(path: str, error: ValueError) -> str:
 
 
 def description(case: Case) -> str:
-    """What `--only` is matched against: `native.ddp reduction=ring data=2 gpt:size=tiny fp32`."""
-    return f"{case.label} {case.layout} {case.workload} {case.precision}"
+    """What `--only` is matched against: `native.ddp reduction=ring data=2 gpt:size=tiny fp32`, and the name of the
+    comparison, if it has one."""
+    return f"{case.label} {case.layout} {case.workload} {case.precision} {case.comparison}".rstrip()
 
 
 def select(suite: Suite, pattern: str) -> Suite:

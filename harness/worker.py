@@ -32,6 +32,7 @@ from harness.measure.communication import StepRecord
 from harness.measure.communication_recorder import CommunicationRecorder
 from harness.measure.memory import NUM_WARM_UP_STEPS, MemoryRecorder, MemoryReport
 from harness.measure.recording_backend import BACKEND_NAME, install
+from harness.measure.resident import give_back_freed_memory
 from harness.mesh import Mesh
 from harness.workload import Batch, Workload, in_precision
 
@@ -180,7 +181,9 @@ class Worker:
         return checksum(self._built().replicated_tensors())
 
     def warm_up(self, num_steps: int) -> int:
-        """At least `num_steps` steps, and more while the slowest rank's time still moves; how many it took."""
+        """At least `num_steps` steps, and more while the slowest rank's time still moves; how many it took. Before them
+        goes what parity has left behind: cases that take turns are all in memory at a time."""
+        give_back_freed_memory()
         recent: list[float] = []
         done, most = 0, num_steps * _MAX_WARM_UP_FACTOR
         while done < num_steps or (done < most and not _is_stationary(recent)):

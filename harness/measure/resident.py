@@ -7,6 +7,8 @@ what was allocated but never touched.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import resource
 import sys
 from pathlib import Path
@@ -30,3 +32,11 @@ def peak_resident_bytes() -> int:
                 return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def give_back_freed_memory() -> None:
+    """Has the C library hand memory that is free back to the system, where it can: glibc keeps it otherwise."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

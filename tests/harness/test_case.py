@@ -45,6 +45,7 @@ def test_what_it_trains_is() -> None:
         {"options": {"transport": "shared_memory", "bucket_bytes": 1001}},
         {"options": {}},
         {"precision": "bf16"},
+        {"comparison": "zero_1"},
     ]
     ids = [CASE.id, *(replace(CASE, **other).id for other in others)]
     assert len(set(ids)) == len(ids)
@@ -59,6 +60,10 @@ def test_an_id_is_a_plain_file_name() -> None:
 def test_json_and_back() -> None:
     assert Case.from_json(CASE.to_json()) == replace(CASE, topology=Topology(ranks_per_node=2))
     assert Case.from_json(CASE.to_json()).id == CASE.id
+    named = replace(CASE, comparison="zero_1")
+    assert Case.from_json(named.to_json()).comparison == "zero_1"
+    before_there_were_names = {key: value for key, value in CASE.to_json().items() if key != "comparison"}
+    assert Case.from_json(before_there_were_names).id == CASE.id
     assert CASE.label == "native.ddp transport=shared_memory bucket_bytes=1000"
 
 
@@ -66,6 +71,7 @@ def test_json_and_back() -> None:
     ("values", "message"),
     [
         ({"role": "rival"}, "case: role must be one of subject, peer, floor, reference, got 'rival'"),
+        ({"comparison": 3}, "case: comparison must be a name, got 3"),
         ({"layout": "data=2"}, "case: layout must be a Layout, got 'data=2'"),
         ({"deadline_seconds": 0}, "case: deadline_seconds must be a finite number above 0, got 0"),
         ({"deadline_seconds": "60"}, "case: deadline_seconds must be a finite number above 0, got '60'"),

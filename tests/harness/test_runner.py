@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from harness import runner
+from harness import room, runner
 from harness.case import Case, Measurement, Suite
 from harness.layout import Layout
 from harness.progress import SilentProgress
@@ -214,6 +214,19 @@ def test_memory_does_not_depend_on_what_ran_before(tmp_path: Path) -> None:
         peaks.append({r.case.id: r.metrics["memory.peak_allocated_bytes.max_rank"] for r in results})
     assert peaks[0] == peaks[1]
     assert len(set(peaks[0].values())) == 2
+
+
+def test_a_case_for_which_there_is_no_room_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = iter([100, 100, 40, 40])
+    monkeypatch.setattr(room, "available_bytes", lambda: next(left) * 2**20)
+    progress = Watched()
+    suite = Suite(name="s", cases=(case("Sound"), case("Talks", role="peer")), interleaved=True)
+    sound, crowded = runner.run(suite, tmp_path, progress=progress)
+    assert (sound.status, crowded.status) == ("ok", "out of memory")
+    assert len(sound.samples["step_seconds"][0]) == 12
+    assert crowded.samples == {}
+    assert "1 cases of the comparison are in memory" in str(crowded.reason)
+    assert progress.left == []
 
 
 def test_cases_are_timed_side_by_side_with_their_like_only() -> None:
