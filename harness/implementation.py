@@ -6,7 +6,7 @@ import importlib
 import inspect
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
@@ -36,6 +36,11 @@ class StepOutput:
     gradient_norm: Tensor | None
     skipped: bool
     learning_rates: tuple[float, ...]
+
+
+Preparation = Callable[[nn.Module, Mapping[str, Tensor]], Callable[[Tensor], None]]
+"""What a dry run does with its model and the places of its gradients, by name, all of them without memory; yields what
+is to be told the loss before backward."""
 
 
 class Implementation(ABC):
@@ -89,6 +94,22 @@ class Implementation(ABC):
     ) -> Mapping[MemoryCategory, int] | None:
         """Bytes per rank by category from the closed form of the strategy (the largest rank's), or None."""
         return None
+
+    @classmethod
+    def predicted_late_bytes(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> int:
+        """How many of the predicted bytes come in the course of backward alone, as it frees activations, and go before
+        the next forward: a dry run that is prepared accounts for them as they come."""
+        return 0
+
+    @classmethod
+    def dry_run_preparation(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Preparation:
+        """Where a rank computes otherwise than autograd left to itself, which makes each gradient beside the place
+        where it belongs; and the late bytes, as they come."""
+        return lambda model, gradients: lambda loss: None
 
     @classmethod
     def predicted_wire_bytes(

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from harness.implementation import Implementation
+from harness.implementation import Implementation, Preparation
 from harness.layout import Layout
 from harness.measure.memory import METRIC_NAMES
 from harness.parameters import LogicalParameter, logical_parameters
@@ -41,7 +41,13 @@ class DryRun:
     reason: str | None = None
 
 
-def dry_run(workload: Workload, num_samples: int, *, device: torch.device = _CPU) -> DryRun:
+def _as_it_is(model: nn.Module, gradients: Mapping[str, Tensor]) -> Callable[[Tensor], None]:
+    return lambda loss: None
+
+
+def dry_run(
+    workload: Workload, num_samples: int, *, device: torch.device = _CPU, prepare: Preparation = _as_it_is
+) -> DryRun:
     """One micro-batch of `num_samples` of the whole model in one process, on tensors without memory. Gradients are
     taken to exist already, as they do under a strategy that keeps them in flat buffers."""
     if num_samples < 1:
@@ -50,7 +56,7 @@ def dry_run(workload: Workload, num_samples: int, *, device: torch.device = _CPU
     try:
         sample = workload.dataset.sample(0)
         with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
-            return _run(workload, sample, num_samples, device)
+            return _run(workload, sample, num_samples, device, prepare)
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0]
         return DryRun(reason=f"the model does not run without values: {type(error).__name__}: {reason}")
@@ -68,6 +74,7 @@ def predicted(
 
     The states are the strategy's closed form. Activations and the peak are known where every rank runs the whole model
     (tensor and pipeline degree 1); the peak is the sum of the states and the most that a micro-batch needs beside them.
+    Of states that come late, as activations go, it counts what the dry run has come to hold by then.
     """
     states = implementation.predicted_memory(workload, registry(workload), layout, options)
     figures: dict[str, float] = {}
@@ -75,11 +82,13 @@ def predicted(
         figures[f"memory.predicted_{METRIC_NAMES[category]}"] = num_bytes
     if layout.tensor * layout.pipeline > 1:
         return figures
-    run = dry_run(workload, largest_micro_batch(workload, layout.data), device=device)
+    prepare = implementation.dry_run_preparation(workload, registry(workload), layout, options)
+    run = dry_run(workload, largest_micro_batch(workload, layout.data), device=device, prepare=prepare)
     if run.activation_bytes is not None:
         figures["memory.predicted_activation_bytes"] = run.activation_bytes
     if run.peak_bytes is not None and states is not None:
-        figures["memory.predicted_peak_bytes"] = sum(states.values()) + run.peak_bytes
+        late = implementation.predicted_late_bytes(workload, registry(workload), layout, options)
+        figures["memory.predicted_peak_bytes"] = sum(states.values()) - late + run.peak_bytes
     return figures
 
 
@@ -126,7 +135,9 @@ class _LiveStorages(TorchDispatchMode):
         self.bytes -= num_bytes
 
 
-def _run(workload: Workload, sample: tuple[Tensor, Tensor], num_samples: int, device: torch.device) -> DryRun:
+def _run(
+    workload: Workload, sample: tuple[Tensor, Tensor], num_samples: int, device: torch.device, prepare: Preparation
+) -> DryRun:
     model = _fake_model(workload, device)
     inputs, targets = (
         _in_compute_precision(workload, torch.zeros((num_samples, *tensor.shape), dtype=tensor.dtype, device=device))
@@ -135,11 +146,13 @@ def _run(workload: Workload, sample: tuple[Tensor, Tensor], num_samples: int, de
     parameters = list(model.parameters())
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    with _LiveStorages([*parameters, *gradients, *model.buffers(), inputs, targets]) as live:
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    tell_loss = prepare(model, gradients)
+    with _LiveStorages([*parameters, *gradients.values(), *model.buffers(), inputs, targets]) as live:
         micro_batch = MicroBatch(inputs=inputs, targets=targets, num_tokens=1, seed=0)
         loss = workload.loss_sum(model, micro_batch)
         activation_bytes = live.bytes
+        tell_loss(loss)
         loss.backward()
     states = _random_state_bytes(workload, model, device)
     return DryRun(activation_bytes=activation_bytes + states, peak_bytes=live.peak + states)

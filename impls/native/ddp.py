@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from harness.implementation import Implementation, StepOutput, phase
+from harness.implementation import Implementation, Preparation, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import clip_coefficient, global_norm
@@ -35,13 +35,14 @@ from impls.native.parts.bucket_sums import BucketSums, OwnShares, Piece, Process
 from impls.native.parts.buckets import BucketPlan, plan_buckets, refuse_sparse_gradients
 from impls.native.parts.buffer_broadcasts import BufferBroadcasts
 from impls.native.parts.collectives import parameter_server_all_reduce, ring_all_reduce
-from impls.native.parts.direct_gradients import Place, TrainingTask, write_directly
+from impls.native.parts.direct_gradients import Place, TrainingTask, prepare_dry_run, write_directly
 from impls.native.parts.flat_memory import copy_into
 from impls.native.parts.gradient_bucket import GradientBucket
 from impls.native.parts.order_of_use import in_order_of_use
 from impls.native.parts.shared_memory import Transport
 from impls.native.parts.synchronised_batch_norm import summed_bytes, synchronise_batch_norm
 
+DEFAULT_SMALL_BYTES = 128 << 10
 Reduction = Literal["all_reduce", "ring", "parameter_server", "none"]
 
 
@@ -78,6 +79,14 @@ class NativeDataParallel(Implementation):
         return replicated_state_bytes(parameters, workload.precision, workload.training.optimizer)
 
     @classmethod
+    def dry_run_preparation(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Preparation:
+        if not options.get("direct_gradients", True):
+            return super().dry_run_preparation(workload, parameters, layout, options)
+        return partial(prepare_dry_run, least_bytes=options.get("small_bytes", DEFAULT_SMALL_BYTES))
+
+    @classmethod
     def predicted_wire_bytes(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> int | None:
@@ -103,7 +112,7 @@ class NativeDataParallel(Implementation):
         reduction: Reduction = "all_reduce",
         transport: Transport = "process_group",
         bucket_bytes: int = 25 << 20,
-        small_bytes: int = 128 << 10,
+        small_bytes: int = DEFAULT_SMALL_BYTES,
         direct_gradients: bool = True,
     ) -> None:
         for name, value, choices in (

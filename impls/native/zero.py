@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from harness.implementation import Implementation, StepOutput, phase
+from harness.implementation import Implementation, Preparation, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import clip_coefficient, global_norm
 from harness.parameters import LogicalParameter, MemoryCategory, logical_parameters
 from harness.workload import Batch, Workload
-from impls.native.parts import shared_memory, zero_costs
+from impls.native.parts import shared_memory, zero_costs, zero_dry_run
 from impls.native.parts.buckets import refuse_sparse_gradients
 from impls.native.parts.buffer_broadcasts import BufferBroadcasts
 from impls.native.parts.direct_gradients import Place, TrainingTask, write_directly
@@ -79,6 +79,28 @@ class NativeShardedOptimizer(Implementation):
         shares_memory = options.get("transport") == "shared_memory"
         cpu = torch.device("cpu")
         return zero_costs.memory_bytes(plan, workload, parameters, layout, shares_memory=shares_memory, device=cpu)
+
+    @classmethod
+    def predicted_late_bytes(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> int:
+        plan = _plan(workload, parameters, layout, options)
+        shares_memory = options.get("transport") == "shared_memory"
+        cpu = torch.device("cpu")
+        return zero_costs.late_bytes(plan, workload, layout, shares_memory=shares_memory, device=cpu)
+
+    @classmethod
+    def dry_run_preparation(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Preparation:
+        return partial(
+            zero_dry_run.prepare,
+            plan=_plan(workload, parameters, layout, options),
+            workload=workload,
+            layout=layout,
+            shares_memory=options.get("transport") == "shared_memory",
+            direct=options.get("direct_gradients", True),
+        )
 
     @classmethod
     def predicted_wire_bytes(
@@ -162,6 +184,7 @@ class NativeShardedOptimizer(Implementation):
         loss_sum, num_tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0
         if not self.num_updates:
             self.memory.check_parameters(self.module)
+        self.memory.begin_step()
         for bucket in self.buckets:
             bucket.start_step()
         self._num_micro_batches = len(batch.micro_batches)

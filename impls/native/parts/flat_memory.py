@@ -31,6 +31,24 @@ def zeros(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor
     return torch.frombuffer(mapped, dtype=dtype, count=num_elements, offset=-address % _HUGE_PAGE)
 
 
+def lent(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(num_elements,) zeros in memory that can go and come back with `give_back` and `take`, for all its views: those
+    that are made while it is there."""
+    return torch.zeros(num_elements, dtype=dtype, device=device)
+
+
+def take(tensor: Tensor) -> None:
+    """Memory for what is `lent`, if it has none; what is in it then is anybody's guess."""
+    storage = tensor.untyped_storage()
+    if not storage.nbytes():
+        storage.resize_(tensor.numel() * tensor.itemsize)
+
+
+def give_back(tensor: Tensor) -> None:
+    """The memory of what is `lent` goes to whoever asks next; torch's own objects stay as they are."""
+    tensor.untyped_storage().resize_(0)
+
+
 def copy_into(destination: Tensor, source: Tensor) -> None:
     """destination.copy_(source), the fast way where both fill their memory alike."""
     alike = destination.dtype == source.dtype and destination.stride() == source.stride()

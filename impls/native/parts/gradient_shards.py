@@ -31,11 +31,13 @@ _MAX_IN_FLIGHT = 2  # flats whose pieces a rank has room for at a time
 @dataclass(frozen=True, kw_only=True)
 class Flat:
     """One flat buffer cut into even shards, `num_shard_elements` for each rank of the group; the last may end in
-    padding. Flats of one `slot` share memory: they take turns."""
+    padding. Flats of one `slot` share memory: they take turns. A slot of `lent` flats has none between the beginning of
+    a step and the first gradient, if it is this rank's alone."""
 
     num_shard_elements: int
     dtype: torch.dtype
     slot: int
+    lent: bool = False
 
     def __post_init__(self) -> None:
         if self.num_shard_elements < 0:
@@ -60,6 +62,10 @@ class GradientShards(Protocol):
 
     def own(self, index: int) -> Tensor:
         """(num_ranks * num_shard_elements,): where this rank puts its gradients; zero at first."""
+        ...
+
+    def begin_step(self) -> None:
+        """Nothing is in flight, and what the last step left in memory that is lent is not needed any more."""
         ...
 
     def reclaim(self, index: int) -> None:
@@ -103,43 +109,56 @@ class ProcessGroupShards:
     own reduce-scatter runs an all-reduce on a copy (64 MB over 2 ranks: 78 ms against 23). At most two flats are in
     flight, so that received pieces need little memory: to start a third finishes the oldest."""
 
-    def __init__(self, flats: Sequence[Flat], group: dist.ProcessGroup, device: torch.device) -> None:
-        self._flats, self._group = flats, group
+    def __init__(
+        self,
+        flats: Sequence[Flat],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        observer: CollectiveObserver | None = None,
+    ) -> None:
+        self._flats, self._group, self._observer = flats, group, observer
         self._rank, self._num_ranks = group.rank(), group.size()
         self._library_sums = device.type != "cpu"
+        self._lent_slots = lent_slots(flats)
         self._slots = {
-            slot: flat_memory.zeros(num_bytes, torch.uint8, device)
+            slot: (flat_memory.lent if slot in self._lent_slots else flat_memory.zeros)(num_bytes, torch.uint8, device)
             for slot, num_bytes in slot_bytes(flats, self._num_ranks).items()
         }
-        self._scratch = ordered_sum.scratch(device)
+        self._own = [flat.view(self._slots[flat.slot], self._num_ranks) for flat in flats]
         self._piece_bytes = max((round_up(flat.shard_bytes, ALIGNMENT) for flat in flats), default=0)
-        num_pieces = 1 if self._library_sums else self._num_ranks - 1
-        num_stagings = min(_MAX_IN_FLIGHT, len(flats)) if self._num_ranks > 1 else 0
         self._stagings = [
-            flat_memory.zeros(num_pieces * self._piece_bytes, torch.uint8, device) for _ in range(num_stagings)
+            flat_memory.lent(num_bytes, torch.uint8, device)
+            for num_bytes in staging_bytes(flats, self._num_ranks, shares_memory=False, device=device)
         ]
         self._free = list(self._stagings)
         self._in_flight: dict[int, _Exchange] = {}  # by index, the oldest first
         self._last_of_slot: dict[int, int] = {}
 
     def own(self, index: int) -> Tensor:
-        flat = self._flats[index]
-        return flat.view(self._slots[flat.slot], self._num_ranks)
+        return self._own[index]
+
+    def begin_step(self) -> None:
+        for memory in (*(self._slots[slot] for slot in self._lent_slots), *self._stagings):
+            flat_memory.give_back(memory)
 
     def reclaim(self, index: int) -> None:
-        last = self._last_of_slot.get(self._flats[index].slot)
+        slot = self._flats[index].slot
+        last = self._last_of_slot.get(slot)
         if last is not None:
             self.wait(last)  # what this rank sent has then left its memory
+        flat_memory.take(self._slots[slot])
 
     def start(self, index: int, into: Tensor, *, add: bool) -> None:
-        flat, own = self._flats[index], self.own(index)
-        if self._num_ranks == 1 or not flat.num_shard_elements:
-            ordered_sum.write([own], into, self._scratch, add=add)
+        flat, own = self._flats[index], self._own[index]
+        if _sums_alone(flat, self._num_ranks, self._observer):
+            ordered_sum.write([flat.shard(own, self._rank)], into, add=add)
             return
         self.wait(index)
         if not self._free:
             self._finish(next(iter(self._in_flight.values())))
         staging = self._free.pop()
+        flat_memory.take(staging)
         if self._library_sums:
             lands_in_place = not add and into.dtype == flat.dtype
             landing = into if lands_in_place else flat.view(staging, 1)
@@ -158,7 +177,7 @@ class ProcessGroupShards:
             self._finish(self._in_flight[index])
 
     def buffers(self) -> Iterable[Tensor]:
-        return [*self._slots.values(), *self._stagings, self._scratch]
+        return [*self._slots.values(), *self._stagings]
 
     def close(self) -> None:
         self._in_flight.clear()
@@ -178,7 +197,7 @@ class ProcessGroupShards:
     def _finish(self, exchange: _Exchange) -> None:
         for work in exchange.works:
             work.wait()
-        ordered_sum.write(exchange.shares, exchange.into, self._scratch, add=exchange.add)
+        ordered_sum.write(exchange.shares, exchange.into, add=exchange.add)
         self._free.append(exchange.staging)
         del self._in_flight[exchange.index]
 
@@ -201,6 +220,7 @@ class SharedMemoryShards:
         observer: CollectiveObserver | None = None,
     ) -> None:
         sizes = slot_bytes(flats, group.size())
+        self._observer = observer
         self._region = SharedRegion(
             list(sizes.values()),
             group,
@@ -221,13 +241,15 @@ class SharedMemoryShards:
         self._shares = [
             [flat.shard(full, self._rank) for full in fulls] for flat, fulls in zip(flats, everyones, strict=True)
         ]
-        self._scratch = ordered_sum.scratch(torch.device("cpu"))
         self._epochs = [0] * len(flats)
         self._unreduced: dict[int, tuple[Tensor, bool]] = {}  # into, add; in the order of their starts
         self._last_of_slot: dict[int, int] = {}
 
     def own(self, index: int) -> Tensor:
         return self._own[index]
+
+    def begin_step(self) -> None:
+        pass  # what peers map stays
 
     def reclaim(self, index: int) -> None:
         last = self._last_of_slot.get(self._flats[index].slot)
@@ -237,10 +259,8 @@ class SharedMemoryShards:
 
     def start(self, index: int, into: Tensor, *, add: bool) -> None:
         flat, own = self._flats[index], self._own[index]
-        if self._num_ranks == 1 or not flat.num_shard_elements:
-            ordered_sum.write([own], into, self._scratch, add=add)
-            return
-        if self._region.is_null:
+        if _sums_alone(flat, self._num_ranks, self._observer):
+            ordered_sum.write([flat.shard(own, self._rank)], into, add=add)
             return
         self._epochs[index] += 1
         self._last_of_slot[flat.slot] = index
@@ -257,7 +277,7 @@ class SharedMemoryShards:
         ]:
             into, add = self._unreduced.pop(index)
             with self._region.blocked(index):
-                ordered_sum.write(self._shares[index], into, self._scratch, add=add)
+                ordered_sum.write(self._shares[index], into, add=add)
             self._region.set(_Flag.REDUCED, index, self._epochs[index])
             self._region.completed(index)
 
@@ -269,7 +289,7 @@ class SharedMemoryShards:
             self.progress()
 
     def buffers(self) -> Iterable[Tensor]:
-        return [*(self._region.part(self._rank, part) for part in self._part_of_slot.values()), self._scratch]
+        return [self._region.part(self._rank, part) for part in self._part_of_slot.values()]
 
     def close(self) -> None:
         """Gives up the views; the memory goes when the last tensor on it does."""
@@ -287,11 +307,21 @@ def slot_bytes(flats: Sequence[Flat], num_shards: int) -> dict[int, int]:
     return sizes
 
 
-def receiving_bytes(flats: Sequence[Flat], num_ranks: int, *, shares_memory: bool, device: torch.device) -> int:
-    """What a rank holds beside the slots while it sums."""
-    scratch = ordered_sum.BLOCK_BYTES
+def lent_slots(flats: Sequence[Flat]) -> set[int]:
+    """Slots all of whose flats are lent."""
+    return {flat.slot for flat in flats} - {flat.slot for flat in flats if not flat.lent}
+
+
+def staging_bytes(flats: Sequence[Flat], num_ranks: int, *, shares_memory: bool, device: torch.device) -> list[int]:
+    """Each of the buffers that a rank lends to peers' pieces while it sums."""
     if shares_memory or num_ranks == 1:
-        return scratch
+        return []
     num_pieces = 1 if device.type != "cpu" else num_ranks - 1
     piece_bytes = max((round_up(flat.shard_bytes, ALIGNMENT) for flat in flats), default=0)
-    return scratch + min(_MAX_IN_FLIGHT, len(flats)) * num_pieces * piece_bytes
+    return [num_pieces * piece_bytes] * min(_MAX_IN_FLIGHT, len(flats))
+
+
+def _sums_alone(flat: Flat, num_ranks: int, observer: CollectiveObserver | None) -> bool:
+    """Without peers, and in a step that exchanges nothing, which goes on with this rank's own share: a sum that was
+    never written would be whatever memory held."""
+    return num_ranks == 1 or not flat.num_shard_elements or (observer is not None and observer.null)

@@ -17,16 +17,11 @@ from impls.native.parts import flat_memory
 BLOCK_BYTES = 1 << 18
 
 
-def scratch(device: torch.device) -> Tensor:
-    """(BLOCK_BYTES,) of uint8 for `write` to work in, time and again."""
-    return torch.empty(BLOCK_BYTES, dtype=torch.uint8, device=device)
-
-
-def write(summands: Sequence[Tensor], into: Tensor, scratch: Tensor, *, add: bool) -> None:
+def write(summands: Sequence[Tensor], into: Tensor, *, add: bool) -> None:
     """Writes ((summands[0] + summands[1]) + summands[2]) + ... to `into`, or with `add` adds it to what is there.
 
-    All are (elements,); `into` may be one of the summands where nothing is to be added. ValueError where it is of
-    another size.
+    All are (elements,); `into` may be one of the summands where nothing is to be added. Takes up to BLOCK_BYTES to work
+    in. ValueError where `into` is of another size.
     """
     first, *others = summands
     if into.shape != first.shape:
@@ -40,7 +35,8 @@ def write(summands: Sequence[Tensor], into: Tensor, scratch: Tensor, *, add: boo
     if len(others) == 1 and not add:
         torch.add(first, others[0], out=into)
         return
-    block = scratch.view(first.dtype)
+    num_elements = max(1, min(into.numel(), BLOCK_BYTES // first.itemsize))
+    block = torch.empty(num_elements, dtype=first.dtype, device=first.device)
     for lower in range(0, into.numel(), block.numel()):
         here = slice(lower, min(lower + block.numel(), into.numel()))
         total = torch.add(first[here], others[0][here], out=block[: here.stop - lower])

@@ -50,8 +50,16 @@ class ShardedMemory:
         self.buckets = [self._bucket(index, flat) for index, flat in enumerate(plan.flats[: plan.num_trained])]
         self._pointers: dict[str, int] = {}
 
+    def begin_step(self) -> None:
+        """Sums are lent their memory from when they are made, as backward frees activations, to the next step."""
+        self.exchange.begin_step()
+        if self._plan.stage > 1:
+            for bucket in self.buckets:
+                flat_memory.give_back(bucket.shard_gradients)
+
     def start_sum(self, index: int, *, add: bool) -> None:
         """This rank's gradients of the bucket are there; see GradientShards."""
+        flat_memory.take(self.buckets[index].shard_gradients)
         self.exchange.start(index, self.buckets[index].shard_gradients, add=add)
 
     def begin_update(self) -> None:
@@ -177,7 +185,7 @@ class ShardedMemory:
         group = mesh.group("shard", lane=_GRADIENTS)
         if self.transport == "shared_memory":
             return SharedMemoryShards(flats, group, timeout_seconds=TIMEOUT_SECONDS, observer=mesh.observer)
-        return ProcessGroupShards(flats, group, self._device)
+        return ProcessGroupShards(flats, group, self._device, observer=mesh.observer)
 
     def _fill(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """From the module's parameters to the flats'."""
@@ -203,7 +211,7 @@ class ShardedMemory:
         gradients, size = self.exchange.own(index), flat.plan.num_shard_elements
         shard = gradients[self._rank * size : (self._rank + 1) * size]
         if self._plan.stage > 1:
-            shard = flat_memory.zeros(size, gradients.dtype, self._device)
+            shard = flat_memory.lent(size, gradients.dtype, self._device)
         return ShardedBucket(
             flat.plan,
             self._rank,

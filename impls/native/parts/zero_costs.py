@@ -15,7 +15,7 @@ import torch
 from harness.layout import Layout
 from harness.parameters import LogicalParameter, MemoryCategory, all_reduce_wire_bytes, broadcast_wire_bytes
 from harness.workload import Workload
-from impls.native.parts.gradient_shards import Flat, receiving_bytes, slot_bytes
+from impls.native.parts.gradient_shards import Flat, lent_slots, slot_bytes, staging_bytes
 from impls.native.parts.synchronised_batch_norm import summed_bytes
 from impls.native.parts.zero_plan import ZeroPlan
 
@@ -30,6 +30,8 @@ def gradient_flats(plan: ZeroPlan, workload: Workload) -> list[Flat]:
             num_shard_elements=flat.plan.num_shard_elements,
             dtype=precision.gradient if precision.master else flat.plan.bucket.dtype,
             slot=flat.gradient_slot,
+            # The root unit has gradients from the first moment of backward: its head's.
+            lent=plan.shards_parameters and flat.unit > 0,
         )
         for flat in plan.flats
         if flat.trainable
@@ -57,7 +59,7 @@ def memory_bytes(
     num_ranks = layout.shard_degree
     gradients, gathered = gradient_flats(plan, workload), parameter_flats(plan)
     slots = sum(slot_bytes(gradients, num_ranks).values())
-    lent = receiving_bytes(gradients, num_ranks, shares_memory=shares_memory, device=device)
+    lent = sum(staging_bytes(gradients, num_ranks, shares_memory=shares_memory, device=device))
     if plan.shards_parameters:
         of_parameters = sum(flat.shard_bytes for flat in gathered)
         # Where ranks share memory they read each other's shards where they lie.
@@ -74,6 +76,26 @@ def memory_bytes(
         "optimizer_states": _state_bytes(plan, workload),
         "communication_buffers": lent,
     }
+
+
+def comes_late(plan: ZeroPlan, workload: Workload) -> bool:
+    """Whether what is lent is not there yet when the last forward ends: no micro-batch before has been reduced."""
+    return plan.stage == 1 or workload.training.num_micro_batches == 1
+
+
+def late_bytes(plan: ZeroPlan, workload: Workload, layout: Layout, *, shares_memory: bool, device: torch.device) -> int:
+    """Of these, what is lent in the course of backward: shards of gradients that are not kept whole, received pieces,
+    and, where peers do not map them, slots that are lent."""
+    num_ranks, gradients = layout.shard_degree, gradient_flats(plan, workload)
+    if not comes_late(plan, workload):
+        return 0
+    late = sum(staging_bytes(gradients, num_ranks, shares_memory=shares_memory, device=device))
+    if plan.stage > 1:
+        late += sum(flat.shard_bytes for flat in gradients)
+    if not shares_memory:
+        sizes = slot_bytes(gradients, num_ranks)
+        late += sum(sizes[slot] for slot in lent_slots(gradients))
+    return late
 
 
 def wire_bytes(plan: ZeroPlan, workload: Workload, layout: Layout) -> int:

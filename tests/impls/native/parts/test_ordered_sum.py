@@ -5,7 +5,6 @@ import torch
 
 from impls.native.parts import ordered_sum
 
-SCRATCH = ordered_sum.scratch(torch.device("cpu"))
 ONE_BLOCK = ordered_sum.BLOCK_BYTES // 4  # elements of fp32
 
 
@@ -20,10 +19,10 @@ def test_adds_from_the_first_to_the_last(num_elements: int, num_summands: int, d
         expected = expected + summand
     before = torch.randn(num_elements, generator=generator).to(dtype)
     into = torch.full_like(before, torch.nan)
-    ordered_sum.write(summands, into, SCRATCH, add=False)
+    ordered_sum.write(summands, into, add=False)
     assert torch.equal(into, expected)
     into.copy_(before)
-    ordered_sum.write(summands, into, SCRATCH, add=True)
+    ordered_sum.write(summands, into, add=True)
     assert torch.equal(into, before + expected)
 
 
@@ -33,14 +32,14 @@ def test_any_summand_may_be_overwritten_and_no_other_changes(num_summands: int) 
         summands = [torch.full((ONE_BLOCK + 5,), 10.0**i) for i in range(num_summands)]
         others = [(summand, summand.clone()) for i, summand in enumerate(summands) if i != place]
         expected = torch.stack(summands).sum(0)
-        ordered_sum.write(summands, summands[place], SCRATCH, add=False)
+        ordered_sum.write(summands, summands[place], add=False)
         assert torch.equal(summands[place], expected)
         assert all(torch.equal(summand, before) for summand, before in others)
 
 
 def test_refuses_room_of_another_size() -> None:
     with pytest.raises(ValueError, match=r"expected room for \(3,\), got \(4,\)"):
-        ordered_sum.write([torch.ones(3), torch.ones(3)], torch.ones(4), SCRATCH, add=True)
+        ordered_sum.write([torch.ones(3), torch.ones(3)], torch.ones(4), add=True)
 
 
 @pytest.mark.parametrize("num_summands", [1, 2, 3])
@@ -48,5 +47,5 @@ def test_refuses_room_of_another_size() -> None:
 def test_a_sum_is_minus_zero_where_all_are(num_summands: int, add: bool) -> None:
     into = torch.tensor([-0.0, -0.0])
     minus, plus = torch.tensor([-0.0, -0.0]), torch.tensor([-0.0, 0.0])
-    ordered_sum.write([*[minus] * (num_summands - 1), plus], into, SCRATCH, add=add)
+    ordered_sum.write([*[minus] * (num_summands - 1), plus], into, add=add)
     assert torch.signbit(into).tolist() == [True, False]
