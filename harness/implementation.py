@@ -55,6 +55,8 @@ class Implementation(ABC):
     decides, see `strategy_of`."""
     normalises_by: ClassVar[str] = "global token count"
     """What its loss is divided by; anything but the default parts from one process when counts are unequal."""
+    makes_gradients: ClassVar[bool] = False
+    """Whether autograd makes the gradients in backward, and they go before the next forward; else they have a place."""
 
     module: nn.Module
     tracks_gradient_norm: bool = False
@@ -101,7 +103,9 @@ class Implementation(ABC):
     ) -> int:
         """How many of the predicted bytes come in the course of backward alone, as it frees activations, and go before
         the next forward: a dry run that is prepared accounts for them as they come."""
-        return 0
+        if not cls._makes_gradients_late(workload):
+            return 0
+        return (cls.predicted_memory(workload, parameters, layout, options) or {}).get("gradients", 0)
 
     @classmethod
     def dry_run_preparation(
@@ -109,7 +113,13 @@ class Implementation(ABC):
     ) -> Preparation:
         """Where a rank computes otherwise than autograd left to itself, which makes each gradient beside the place
         where it belongs; and the late bytes, as they come."""
-        return lambda model, gradients: lambda loss: None
+        return _without_gradients if cls._makes_gradients_late(workload) else as_it_is
+
+    @classmethod
+    def _makes_gradients_late(cls, workload: Workload) -> bool:
+        """Not where a second micro-batch's forward finds those of the first, nor where autograd casts them."""
+        alike = workload.precision.gradient == workload.precision.compute
+        return cls.makes_gradients and alike and workload.training.num_micro_batches == 1
 
     @classmethod
     def predicted_wire_bytes(
@@ -161,6 +171,17 @@ class Implementation(ABC):
 def phase(name: Phase) -> AbstractContextManager[Any]:
     """Marks a part of `train_step` for the instruments; costs about a microsecond when none is looking."""
     return torch.profiler.record_function(f"meshmark.{name}")
+
+
+def as_it_is(model: nn.Module, gradients: Mapping[str, Tensor]) -> Callable[[Tensor], None]:
+    """The preparation that changes nothing."""
+    return lambda loss: None
+
+
+def _without_gradients(model: nn.Module, gradients: Mapping[str, Tensor]) -> Callable[[Tensor], None]:
+    for parameter in model.parameters():
+        parameter.grad = None
+    return lambda loss: None
 
 
 class CollectiveObserver(Protocol):

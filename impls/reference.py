@@ -24,6 +24,7 @@ class Reference(Implementation):
     """
 
     strategy = "single"
+    makes_gradients = True
 
     @classmethod
     def unsupported(

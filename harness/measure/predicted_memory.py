@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from harness.implementation import Implementation, Preparation
+from harness.implementation import Implementation, Preparation, as_it_is
 from harness.layout import Layout
 from harness.measure.memory import METRIC_NAMES
 from harness.parameters import LogicalParameter, logical_parameters
@@ -41,12 +41,8 @@ class DryRun:
     reason: str | None = None
 
 
-def _as_it_is(model: nn.Module, gradients: Mapping[str, Tensor]) -> Callable[[Tensor], None]:
-    return lambda loss: None
-
-
 def dry_run(
-    workload: Workload, num_samples: int, *, device: torch.device = _CPU, prepare: Preparation = _as_it_is
+    workload: Workload, num_samples: int, *, device: torch.device = _CPU, prepare: Preparation = as_it_is
 ) -> DryRun:
     """One micro-batch of `num_samples` of the whole model in one process, on tensors without memory. Gradients are
     taken to exist already, as they do under a strategy that keeps them in flat buffers."""

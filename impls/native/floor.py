@@ -22,6 +22,7 @@ class ComputeFloor(Implementation):
     autograd makes them."""
 
     strategy = "compute_only"
+    makes_gradients = True
 
     @classmethod
     def unsupported(
