@@ -241,7 +241,11 @@ def test_an_interrupted_run_keeps_what_is_finished_and_says_how_to_go_on(
     (tmp_path / "scratch").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
     command = [sys.executable, "-m", "harness", "run", bad_suite("{}"), "--results", "r", "--no-upload"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    # A shell's background jobs ignore Ctrl-C, and so do their children: whoever tests this may be one.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, before)
+    with process:
         assert process.stdout is not None
         assert any("parity" in line for line in process.stdout), "the run ended before its parity steps"
         process.send_signal(number)

@@ -4,7 +4,7 @@ from collections import defaultdict
 
 import pytest
 
-from harness import models, suites, validation
+from harness import implementation, models, suites, validation
 from harness.case import Case
 
 TRANSPORTS = ("process_group", "shared_memory")
@@ -29,21 +29,30 @@ def test_smoke_holds_both_implementations_against_one_process_on_text_and_on_ima
 def test_peers_compares_ours_over_both_transports_with_a_peer_and_the_floor_everywhere() -> None:
     suite = suites.load("peers")
     assert suite.interleaved
-    groups: dict[tuple[str, int], list[Case]] = defaultdict(list)
+    groups: dict[tuple[str, ...], list[Case]] = defaultdict(list)
     for case in suite.cases:
-        groups[case.workload, case.world_size].append(case)
-    assert sorted((models.load(name).training.global_batch_size, size) for name, size in groups) == [
-        (4, 2), (4, 4), (16, 2), (16, 4),
-    ]  # fmt: skip
-    sharded = {f"native.zero stage={stage} transport={name}" for stage in (1, 2, 3) for name in TRANSPORTS}
-    for (workload, _), cases in groups.items():
-        small = models.load(workload).training.global_batch_size == 4
+        groups[case.side_by_side].append(case)
+    places = [
+        (models.load(cases[0].workload).training.global_batch_size, cases[0].world_size, cases[0].comparison)
+        for cases in groups.values()
+    ]
+    strategies = ["data_parallel", "zero_1", "zero_2", "zero_3"]
+    assert sorted(places) == [
+        *((4, size, strategy) for size in (2, 4) for strategy in strategies),
+        *((16, size, "data_parallel") for size in (2, 4)),
+    ]
+    for cases in groups.values():
         roles = {role: {case.label for case in cases if case.role == role} for role in ("subject", "floor", "peer")}
-        data_parallel = {"native.ddp", "native.ddp transport=shared_memory"}
-        assert roles["subject"] == (data_parallel | sharded if small else data_parallel)
-        assert ("torch.zero" in roles["peer"]) == ("torch.fsdp" in roles["peer"]) == small
+        stage = cases[0].comparison.removeprefix("zero_")
+        ours = "native.ddp" if stage == "data_parallel" else f"native.zero stage={stage}"
+        assert roles["subject"] == {ours, f"{ours} transport=shared_memory"}
         assert "native.floor" in roles["floor"]
-        assert "torch.ddp" in roles["peer"]
+        for case in cases:
+            if case.role != "floor":
+                kind = implementation.load(case.implementation)
+                strategies_of_case = {kind.strategy_of(case.options), *kind.comparable_strategies(case.options)}
+                assert case.comparison in strategies_of_case, f"{case.label} does not belong in {case.comparison}"
+        assert roles["peer"]
         assert len({case.measurement for case in cases}) == 1, "a comparison measures all of its members alike"
         assert cases[0].measurement.rounds >= 4, "fewer rounds have no spread"
 
