@@ -112,6 +112,7 @@ class UnitGathers:
                     f"native.zero: {self._units[unit].name} is called again after its parameters were freed, and was "
                     f"called once when the model was looked at"
                 )
+            self._await(unit)  # called from backward, which has only started to gather it
         else:
             self._pass_up_to(unit)
         self._show(unit)
@@ -162,7 +163,8 @@ class UnitGathers:
     def _hide(self, unit: int) -> None:
         for parameter, view in self._units[unit].places:
             if view.dtype not in self._away:
-                self._away[view.dtype] = torch.full((), torch.nan, dtype=view.dtype, device=view.device)
+                nothing = torch.nan if view.dtype.is_floating_point or view.dtype.is_complex else 0
+                self._away[view.dtype] = torch.full((), nothing, dtype=view.dtype, device=view.device)
             parameter.data = self._away[view.dtype].expand(view.shape)
 
     def _gather(self, unit: int) -> None:

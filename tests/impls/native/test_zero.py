@@ -44,6 +44,15 @@ def test_scene_of_stage_3(worlds: Worlds, scene: str) -> None:
     assert parity.ok, parity.explanation
 
 
+@pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
+@pytest.mark.parametrize("name", ["pairs", "reentrant", "whole_numbers"])
+def test_stage_3_waits_for_blocks_that_backward_calls_again(worlds: Worlds, name: str, transport: str) -> None:
+    options = {"stage": 3, "transport": transport}
+    text = f"{HERE / 'called_in_backward.py'}:{name}"
+    parity = worlds.parity(parity_case(text, "native.zero", 2, options=options, precision="fp64"))
+    assert parity.ok, parity.explanation
+
+
 @pytest.mark.parametrize("options", STAGES, ids=str)
 def test_all_ranks_skip_a_step_together(worlds: Worlds, options: dict[str, Any]) -> None:
     case = parity_case("awkward:kind=nonfinite", "native.zero", 3, options=options, precision="fp64")
