@@ -70,16 +70,15 @@ def logical_parameters(
 
 
 def replicated_state_bytes(
-    parameters: Sequence[LogicalParameter], precision: Precision, optimizer: str
+    parameters: Sequence[LogicalParameter], precision: Precision, num_moments: int
 ) -> dict[MemoryCategory, int]:
     """Bytes of parameters, gradients and optimizer states where every rank holds all of them: for P parameters in fp32
     under AdamW 4P + 4P + 8P; in bf16 with fp32 masters 2P + 2P + 12P (Rajbhandari et al. 2020, "ZeRO")."""
     trained = [parameter for parameter in parameters if parameter.trainable]
-    moments = 2 if optimizer == "adamw" else 1
     states = 0
     for parameter in trained:
         master = precision.master or parameter.dtype
-        states += parameter.num_elements * master.itemsize * (moments + (precision.master is not None))
+        states += parameter.num_elements * master.itemsize * (num_moments + (precision.master is not None))
     gradients = sum(
         p.num_elements * (precision.gradient.itemsize if precision.master else p.dtype.itemsize) for p in trained
     )

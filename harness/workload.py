@@ -123,6 +123,11 @@ class Training:
         """Whether the recipe itself needs the global gradient norm at each step."""
         return self.clip_norm is not None or self.skip_nonfinite
 
+    @property
+    def num_moments(self) -> int:
+        """How many running means the optimizer keeps of each element."""
+        return 2 if self.optimizer == "adamw" else int(self.momentum > 0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:

@@ -38,7 +38,7 @@ class Reference(Implementation):
     def predicted_memory(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> Mapping[MemoryCategory, int] | None:
-        return replicated_state_bytes(parameters, workload.precision, workload.training.optimizer)
+        return replicated_state_bytes(parameters, workload.precision, workload.training.num_moments)
 
     @classmethod
     def predicted_wire_bytes(

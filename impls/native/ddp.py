@@ -76,7 +76,7 @@ class NativeDataParallel(Implementation):
     def predicted_memory(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> Mapping[MemoryCategory, int] | None:
-        return replicated_state_bytes(parameters, workload.precision, workload.training.optimizer)
+        return replicated_state_bytes(parameters, workload.precision, workload.training.num_moments)
 
     @classmethod
     def dry_run_preparation(
@@ -93,7 +93,7 @@ class NativeDataParallel(Implementation):
         """2(n-1)/n of the gradient bytes for a ring, (n-1) times them for the parameter server itself; then what the
         first rank sends of its buffers, and the sums of synchronised BatchNorm."""
         ranks = layout.data
-        gradients = replicated_state_bytes(parameters, workload.precision, workload.training.optimizer)["gradients"]
+        gradients = replicated_state_bytes(parameters, workload.precision, workload.training.num_moments)["gradients"]
         summed, served = gradients, 0
         if options.get("reduction") == "parameter_server" and options.get("transport") != "shared_memory":
             summed, served = 0, (ranks - 1) * gradients

@@ -36,7 +36,7 @@ class ComputeFloor(Implementation):
     def predicted_memory(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> Mapping[MemoryCategory, int] | None:
-        return replicated_state_bytes(parameters, workload.precision, workload.training.optimizer)
+        return replicated_state_bytes(parameters, workload.precision, workload.training.num_moments)
 
     def __init__(self, workload: Workload, layout: Layout, mesh: Mesh, device: torch.device) -> None:
         self.workload = workload

@@ -51,7 +51,7 @@ class TorchDataParallel(Implementation):
     def predicted_memory(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> Mapping[MemoryCategory, int] | None:
-        return replicated_state_bytes(parameters, workload.precision, workload.training.optimizer)
+        return replicated_state_bytes(parameters, workload.precision, workload.training.num_moments)
 
     @classmethod
     def predicted_wire_bytes(
@@ -59,7 +59,7 @@ class TorchDataParallel(Implementation):
     ) -> int | None:
         """A ring's 2(n-1)/n of the gradient bytes, and of an int32 a parameter where it searches for unused ones; then
         what the first rank sends of its buffers."""
-        summed = replicated_state_bytes(parameters, workload.precision, workload.training.optimizer)["gradients"]
+        summed = replicated_state_bytes(parameters, workload.precision, workload.training.num_moments)["gradients"]
         if _finds_unused(workload, options.get("find_unused_parameters")):
             summed += 4 * sum(parameter.trainable for parameter in parameters)
         return all_reduce_wire_bytes(summed, layout.data) + broadcast_wire_bytes(workload.buffer_bytes(), layout.data)

@@ -67,13 +67,13 @@ class TorchZero(Implementation):
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> Mapping[MemoryCategory, int] | None:
         """The states of the rank that owns most elements, beside the masters of all parameters."""
-        precision, optimizer = workload.precision, workload.training.optimizer
+        precision, num_moments = workload.precision, workload.training.num_moments
         shares = _shares(parameters, layout.data)
         largest = max(shares, key=_num_elements)
-        states = replicated_state_bytes(largest, precision, optimizer)["optimizer_states"]
+        states = replicated_state_bytes(largest, precision, num_moments)["optimizer_states"]
         if precision.master is not None:
             states += precision.master.itemsize * (sum(map(_num_elements, shares)) - _num_elements(largest))
-        return {**replicated_state_bytes(parameters, precision, optimizer), "optimizer_states": states}
+        return {**replicated_state_bytes(parameters, precision, num_moments), "optimizer_states": states}
 
     @classmethod
     def predicted_wire_bytes(
@@ -83,7 +83,7 @@ class TorchZero(Implementation):
         the same for all ranks; then what the busiest rank sends, and passes on for others, of the owners' parameters
         and of the first rank's buffers."""
         ranks = layout.data
-        summed = replicated_state_bytes(parameters, workload.precision, workload.training.optimizer)["gradients"]
+        summed = replicated_state_bytes(parameters, workload.precision, workload.training.num_moments)["gradients"]
         if workload.leaves_parameters_unused:
             summed += 4 * sum(parameter.trainable for parameter in parameters)
         sent_by_owners = [_broadcast_bytes(share, workload, options) for share in _shares(parameters, ranks)]

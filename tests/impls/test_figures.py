@@ -73,7 +73,7 @@ def work_of(case: Case) -> Workload:
 
 def gradient_bytes(case: Case) -> int:
     workload = work_of(case)
-    return replicated_state_bytes(registry(workload), workload.precision, workload.training.optimizer)["gradients"]
+    return replicated_state_bytes(registry(workload), workload.precision, workload.training.num_moments)["gradients"]
 
 
 def predicted_bytes(case: Case) -> int:

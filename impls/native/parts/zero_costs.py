@@ -125,10 +125,9 @@ def wire_bytes(plan: ZeroPlan, workload: Workload, layout: Layout) -> int:
 
 def _state_bytes(plan: ZeroPlan, workload: Workload) -> int:
     training, master = workload.training, workload.precision.master
-    num_moments = 2 if training.optimizer == "adamw" else int(training.momentum > 0)
     total = 0
     for flat in plan.flats:
         if flat.trainable:
             itemsize = (master or flat.plan.bucket.dtype).itemsize
-            total += flat.plan.shard(0).num_elements * itemsize * (num_moments + (master is not None))
+            total += flat.plan.shard(0).num_elements * itemsize * (training.num_moments + (master is not None))
     return total

@@ -25,7 +25,7 @@ def memory_bytes(
     return {
         "parameters": _shard_bytes(parameters, workload, units.num_shards),
         "gradients": shards if reduces_each or num_micro_batches == 1 else whole,
-        "optimizer_states": shards * (2 if workload.training.optimizer == "adamw" else 1),
+        "optimizer_states": shards * workload.training.num_moments,
         "communication_buffers": peak_buffer_bytes(units, reshards=reshards, num_micro_batches=num_micro_batches),
     }
 

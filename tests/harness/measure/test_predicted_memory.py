@@ -27,7 +27,7 @@ class Replicated(Implementation):
 
     @classmethod
     def predicted_memory(cls, workload, parameters, layout, options) -> Mapping:  # type: ignore[no-untyped-def]
-        return replicated_state_bytes(parameters, workload.precision, workload.training.optimizer)
+        return replicated_state_bytes(parameters, workload.precision, workload.training.num_moments)
 
 
 class Unknown(Replicated):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from harness import models
 from harness.case import Case
 from harness.implementation import load
 from harness.layout import Layout
@@ -138,6 +139,14 @@ def test_the_peak_is_the_prediction_within_two_percent(
     case = make_case(layout, f"gpt:size=tiny,{options}", stage=stage, transport=transport)
     measured, foreseen = peak_and_prediction(instrumented, case)
     assert measured == pytest.approx(foreseen, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["native.ddp", "native.zero", "torch.ddp", "torch.zero", "torch.fsdp"])
+def test_plain_sgd_keeps_no_moments(name: str) -> None:
+    workload = models.load("gpt:size=tiny,optimizer=sgd,momentum=0.0")
+    foreseen = load(name).predicted_memory(workload, registry(workload), Layout(data=2), {})
+    assert foreseen is not None
+    assert foreseen["optimizer_states"] == 0
 
 
 @pytest.mark.parametrize("stage", [2, 3])
