@@ -108,10 +108,13 @@ class UnitGathers:
     def _enter(self, unit: int) -> None:
         if unit < self._num_entered:
             if self._occupants.get(self._units[unit].slot) != unit:
-                raise RuntimeError(
-                    f"native.zero: {self._units[unit].name} is called again after its parameters were freed, and was "
-                    f"called once when the model was looked at"
-                )
+                again = f"native.zero: {self._units[unit].name} is called again after its parameters were freed"
+                if self._is_backward:
+                    raise RuntimeError(
+                        f"{again}, in backward: of blocks that are checkpointed together two are there at a time; "
+                        f"checkpoint fewer at once, or keep them with reshard_after_forward=false"
+                    )
+                raise RuntimeError(f"{again}, and was called once when the model was looked at")
             self._await(unit)  # called from backward, which has only started to gather it
         else:
             self._pass_up_to(unit)

@@ -55,6 +55,10 @@ def pairs() -> Workload:
     return _workload(lambda: InSegments(2, reentrant=False), lambda model: list(model.blocks))
 
 
+def triples() -> Workload:
+    return _workload(lambda: InSegments(3, reentrant=False), lambda model: list(model.blocks))
+
+
 def reentrant() -> Workload:
     return _workload(lambda: InSegments(1, reentrant=True), lambda model: list(model.blocks))
 

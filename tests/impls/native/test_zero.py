@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from harness import implementation, models
+from harness.launch.failure import LaunchFailed
 from harness.layout import Layout
 from tests.conftest import parity_case
 
@@ -50,6 +51,15 @@ def test_stage_3_waits_for_blocks_that_backward_calls_again(worlds: Worlds, name
     options = {"stage": 3, "transport": transport}
     text = f"{HERE / 'called_in_backward.py'}:{name}"
     parity = worlds.parity(parity_case(text, "native.zero", 2, options=options, precision="fp64"))
+    assert parity.ok, parity.explanation
+
+
+def test_stage_3_refuses_more_blocks_in_one_checkpoint_than_it_holds(worlds: Worlds) -> None:
+    text = f"{HERE / 'called_in_backward.py'}:triples"
+    with pytest.raises(LaunchFailed, match=r"called again .* in backward: .* checkpoint fewer at once, or keep them"):
+        worlds.trajectory(parity_case(text, "native.zero", 2, options={"stage": 3}, precision="fp64"))
+    kept = {"stage": 3, "reshard_after_forward": False}
+    parity = worlds.parity(parity_case(text, "native.zero", 2, options=kept, precision="fp64"))
     assert parity.ok, parity.explanation
 
 
