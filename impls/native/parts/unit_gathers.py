@@ -10,7 +10,8 @@ still in its slot is not gathered again: the last blocks of forward are the firs
 
 [Note: Fixed places] A unit is always gathered into the same slot, so tensors that autograd has saved (a transposed
 weight, say) point at the right values again by the time backward reads them. While a unit is away its parameters read
-as NaN: who uses them outside their block's forward sees it at once instead of training on another block's values.
+as NaN: who uses them outside their block's forward sees it at once. Not so what autograd has saved of a block to whose
+outputs no hook could be tied (a dataclass, say): its backward reads whatever lies in the slot.
 
 [Note: When backward is done with a block] Autograd runs nodes that are ready in the reverse order of their making.
 All nodes of block k were made after those of block k-1 and wait only for later ones: when the gradient reaches the
