@@ -151,7 +151,8 @@ class ProcessGroupShards:
 
     def start(self, index: int, into: Tensor, *, add: bool) -> None:
         flat, own = self._flats[index], self._own[index]
-        if _sums_alone(flat, self._num_ranks, self._observer):
+        is_null = self._observer is not None and self._observer.null
+        if _sums_alone(flat, self._num_ranks, is_null=is_null):
             ordered_sum.write([flat.shard(own, self._rank)], into, add=add)
             return
         self.wait(index)
@@ -220,7 +221,6 @@ class SharedMemoryShards:
         observer: CollectiveObserver | None = None,
     ) -> None:
         sizes = slot_bytes(flats, group.size())
-        self._observer = observer
         self._region = SharedRegion(
             list(sizes.values()),
             group,
@@ -259,7 +259,7 @@ class SharedMemoryShards:
 
     def start(self, index: int, into: Tensor, *, add: bool) -> None:
         flat, own = self._flats[index], self._own[index]
-        if _sums_alone(flat, self._num_ranks, self._observer):
+        if _sums_alone(flat, self._num_ranks, is_null=self._region.is_null):
             ordered_sum.write([flat.shard(own, self._rank)], into, add=add)
             return
         self._epochs[index] += 1
@@ -321,7 +321,7 @@ def staging_bytes(flats: Sequence[Flat], num_ranks: int, *, shares_memory: bool,
     return [num_pieces * piece_bytes] * min(_MAX_IN_FLIGHT, len(flats))
 
 
-def _sums_alone(flat: Flat, num_ranks: int, observer: CollectiveObserver | None) -> bool:
+def _sums_alone(flat: Flat, num_ranks: int, *, is_null: bool) -> bool:
     """Without peers, and in a step that exchanges nothing, which goes on with this rank's own share: a sum that was
     never written would be whatever memory held."""
-    return num_ranks == 1 or not flat.num_shard_elements or (observer is not None and observer.null)
+    return num_ranks == 1 or not flat.num_shard_elements or is_null

@@ -17,6 +17,7 @@ still go on to read its parameters in backward. So nobody updates before all hav
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 
@@ -36,7 +37,7 @@ class _Flag(IntEnum):
     FINISHED = 1
 
 
-class _SharedGathers:
+class _SharedGathers(ABC):
     """What both have in common. The region flags one thing beside the flats: the end of backward."""
 
     def __init__(self, region: SharedRegion, flats: Sequence[Flat], fulls: list[Tensor], shards: list[Tensor]) -> None:
@@ -54,9 +55,6 @@ class _SharedGathers:
     def publish(self, index: int) -> None:
         self._epochs[index] += 1
         self._region.set(_Flag.PUBLISHED, index, self._epochs[index])
-
-    def begin_update(self, meanwhile: Callable[[], None]) -> None:
-        """See [Note: Shards are read unguarded]."""
 
     def start(self, index: int) -> None:
         if self._region.is_null or self._region.num_ranks == 1:
@@ -84,9 +82,9 @@ class _SharedGathers:
         self._awaited.clear()
         self._region.close()
 
+    @abstractmethod
     def _receive(self, index: int, epoch: int) -> None:
         """Makes `full(index)` whole, of what its owners published in `epoch`."""
-        raise NotImplementedError
 
 
 class SharedMemoryGathers(_SharedGathers):
@@ -117,6 +115,9 @@ class SharedMemoryGathers(_SharedGathers):
             [of_ranks[region.rank] for of_ranks in fulls],
             [of_owners[region.rank] for of_owners in self._shards],
         )
+
+    def begin_update(self, meanwhile: Callable[[], None]) -> None:
+        """See [Note: Shards are read unguarded]."""
 
     def close(self) -> None:
         self._shards.clear()
