@@ -47,7 +47,9 @@ def test_scene_of_stage_3(worlds: Worlds, scene: str) -> None:
 
 @pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
 @pytest.mark.parametrize("name", ["pairs", "reentrant", "whole_numbers"])
-def test_stage_3_waits_for_blocks_that_backward_calls_again(worlds: Worlds, name: str, transport: str) -> None:
+def test_stage_3_trains_blocks_that_backward_calls_again_and_whole_numbers(
+    worlds: Worlds, name: str, transport: str
+) -> None:
     options = {"stage": 3, "transport": transport}
     text = f"{HERE / 'called_in_backward.py'}:{name}"
     parity = worlds.parity(parity_case(text, "native.zero", 2, options=options, precision="fp64"))

@@ -71,3 +71,14 @@ def test_a_copy_leaves_the_gaps_alone() -> None:
 )
 def test_dense_is_one_piece_each_element_once(tensor: torch.Tensor, dense: bool) -> None:
     assert flat_memory.is_dense(tensor) is dense
+
+
+def test_what_is_lent_goes_and_comes_back_for_all_its_views() -> None:
+    flat = flat_memory.lent(6, torch.float32, CPU)
+    half = flat[3:]
+    flat_memory.give_back(flat)
+    assert flat.untyped_storage().nbytes() == 0
+    flat_memory.take(flat)
+    half.fill_(2.0)
+    flat_memory.take(flat)  # it has some: nothing happens
+    assert flat[3:].tolist() == [2.0] * 3
