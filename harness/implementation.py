@@ -173,6 +173,12 @@ def phase(name: Phase) -> AbstractContextManager[Any]:
     return torch.profiler.record_function(f"meshmark.{name}")
 
 
+def lending(category: MemoryCategory) -> AbstractContextManager[Any]:
+    """Marks allocations within a step as memory of the category: for what comes and goes while the step is on its way,
+    so that `memory_tensors` cannot list it."""
+    return torch.profiler.record_function(f"meshmark.lending.{category}")
+
+
 def as_it_is(model: nn.Module, gradients: Mapping[str, Tensor]) -> Callable[[Tensor], None]:
     """The preparation that changes nothing."""
     return lambda loss: None

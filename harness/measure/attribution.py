@@ -4,7 +4,7 @@ Each block gets one:
 
     parameters, gradients,     the implementation lists a tensor in it after some step; where several categories claim
     optimizer_states,          one block, the first in this order has it
-    communication_buffers
+    communication_buffers      or not listed, born in a mark of `harness.implementation.lending`
     activations                not listed, born in a forward mark, outlives the mark, dies before its step ends
     gradients                  not listed, born in a backward mark, outlives the mark, dies before its step ends
     other                      the rest: batches, temporaries of a kernel, gradients of activations, unlisted buffers
@@ -63,26 +63,31 @@ def by_category(
     category_of: dict[Block, Category] = {}
     unseen: list[tuple[int, int, Category]] = []  # (first address, end, category)
     moments = [mark.begin for mark in timeline.marked(LIST_MARK)]
-    for category in MEMORY_CATEGORIES:
+    for listed_as in MEMORY_CATEGORIES:
         for moment, spans_of in zip(moments, listed, strict=True):
-            for address, num_bytes in spans_of.get(category, ()):
+            for address, num_bytes in spans_of.get(listed_as, ()):
                 if block := addresses.find(address, moment):
-                    category_of.setdefault(block, category)
+                    category_of.setdefault(block, listed_as)
                 elif moment == moments[-1]:
-                    unseen.append((address, address + num_bytes, category))
-
-    for phase, product in _PHASE_PRODUCTS.items():
-        for step in timeline.marked(STEP_MARK):
-            for mark in phase_marks(timeline, phase, step):
-                for block in addresses.born_in(mark):
-                    if mark.end < block.died <= step.end:
-                        category_of.setdefault(block, product)
-
+                    unseen.append((address, address + num_bytes, listed_as))
+    for block, category in _born_in_marks(timeline, addresses):
+        category_of.setdefault(block, category)
     seen: list[Category] = [c for c in CATEGORIES if c != "activations" or timeline.marked(f"{MARK_PREFIX}forward")]
     blocks: dict[Category, list[Block]] = {category: [] for category in seen}
     for block in timeline.blocks:
         blocks[category_of.get(block, "other")].append(block)
     return blocks, _bytes_once(unseen)
+
+
+def _born_in_marks(timeline: Timeline, addresses: _Addresses) -> Iterator[tuple[Block, Category]]:
+    """What marks alone tell of a block; the first one counts."""
+    for lent in MEMORY_CATEGORIES:
+        for mark in timeline.marked(f"{MARK_PREFIX}lending.{lent}"):
+            yield from ((b, lent) for b in addresses.born_in(mark))
+    for phase, product in _PHASE_PRODUCTS.items():
+        for step in timeline.marked(STEP_MARK):
+            for mark in phase_marks(timeline, phase, step):
+                yield from ((b, product) for b in addresses.born_in(mark) if mark.end < b.died <= step.end)
 
 
 class _Addresses:

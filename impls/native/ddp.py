@@ -38,6 +38,7 @@ from impls.native.parts.collectives import parameter_server_all_reduce, ring_all
 from impls.native.parts.direct_gradients import Place, TrainingTask, prepare_dry_run, write_directly
 from impls.native.parts.flat_memory import copy_into
 from impls.native.parts.gradient_bucket import GradientBucket
+from impls.native.parts.kept_views import KeptViews
 from impls.native.parts.order_of_use import in_order_of_use
 from impls.native.parts.shared_memory import Transport
 from impls.native.parts.synchronised_batch_norm import summed_bytes, synchronise_batch_norm
@@ -130,6 +131,7 @@ class NativeDataParallel(Implementation):
         self.group = mesh.group("data")
         self.module = workload.build_model().to(device)
         refuse_sparse_gradients(self.module, "native.ddp")
+        self._kept_views = KeptViews(self.module, "native.ddp")
         self.parameters = dict(self.module.named_parameters())
         self.buffers = BufferBroadcasts(self.module, self.group)
         # Not with sums that are sent and received on another thread: one group takes one order of operations.
@@ -178,6 +180,8 @@ class NativeDataParallel(Implementation):
             with phase("forward"):
                 loss = self.workload.loss_sum(self.module, micro_batch)
                 objective = loss / batch.global_num_tokens
+            if not self.num_updates:
+                self._kept_views.check()
             with phase("backward"):
                 if self._training_task is not None:
                     self._training_task.starts_at(objective)

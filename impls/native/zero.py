@@ -7,6 +7,12 @@ Training Trillion Parameter Models".
     stage 3      parameters are gathered block by block, forward and backward (parts/unit_gathers.py);
                  after the update they stay shards
 
+[Note: Peers that wait in backward] To start a bucket, or to write to its slot, may mean to wait until peers have
+started an earlier one, and peers start it when their backward gets there. Where layers synchronise BatchNorm those
+peers may be waiting in backward for this very rank, if a parameter has a gradient on some ranks only. There, gradients
+that would have to wait are kept until all ranks are past their layers: to the end of the block in stage 3, else of
+backward.
+
 With `Layout(data=8, shard=4)` ranks shard within groups of four and replicate across them: gathers and reduce-scatters
 stay inside a group, and each shard of the gradients is then summed across the groups.
 """
@@ -14,6 +20,7 @@ stay inside a group, and each shard of the gradients is then summed across the g
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -33,6 +40,8 @@ from impls.native.parts.buckets import refuse_sparse_gradients
 from impls.native.parts.buffer_broadcasts import BufferBroadcasts
 from impls.native.parts.direct_gradients import Place, TrainingTask, write_directly
 from impls.native.parts.flat_memory import copy_into
+from impls.native.parts.gradient_shards import MAX_IN_FLIGHT
+from impls.native.parts.kept_views import KeptViews
 from impls.native.parts.sharded_bucket import ShardedBucket
 from impls.native.parts.sharded_memory import ShardedMemory
 from impls.native.parts.shared_memory import Transport
@@ -77,8 +86,7 @@ class NativeShardedOptimizer(Implementation):
     ) -> Mapping[MemoryCategory, int] | None:
         plan = _plan(workload, parameters, layout, options)
         shares_memory = options.get("transport") == "shared_memory"
-        cpu = torch.device("cpu")
-        return zero_costs.memory_bytes(plan, workload, parameters, layout, shares_memory=shares_memory, device=cpu)
+        return zero_costs.memory_bytes(plan, workload, parameters, layout, shares_memory=shares_memory)
 
     @classmethod
     def predicted_late_bytes(
@@ -86,8 +94,7 @@ class NativeShardedOptimizer(Implementation):
     ) -> int:
         plan = _plan(workload, parameters, layout, options)
         shares_memory = options.get("transport") == "shared_memory"
-        cpu = torch.device("cpu")
-        return zero_costs.late_bytes(plan, workload, layout, shares_memory=shares_memory, device=cpu)
+        return zero_costs.late_bytes(plan, workload, layout, shares_memory=shares_memory)
 
     @classmethod
     def dry_run_preparation(
@@ -134,7 +141,9 @@ class NativeShardedOptimizer(Implementation):
         self.replicas = mesh.group("replicate") if layout.data > layout.shard_degree else None
         self.module = workload.build_model().to(device)
         refuse_sparse_gradients(self.module, "native.zero")
+        self._kept_views = KeptViews(self.module, "native.zero")
         self.parameters = dict(self.module.named_parameters())
+        self._backward_synchronises = workload.synchronise_batch_norm and layout.data > 1
         if workload.synchronise_batch_norm:
             synchronise_batch_norm(self.module, mesh.group("data", lane=1))
         self._buffers = BufferBroadcasts(self.module, mesh.group("data"))
@@ -190,14 +199,14 @@ class NativeShardedOptimizer(Implementation):
         self._num_micro_batches = len(batch.micro_batches)
         for index, micro_batch in enumerate(batch.micro_batches):
             self._micro_batch, self._next_to_reduce = index, 0
-            with phase("forward"):
-                if self.units is not None:
-                    self.units.begin_forward()
+            with phase("forward"), self.units.forward() if self.units is not None else nullcontext():
                 loss = self.workload.loss_sum(self.module, micro_batch)
                 objective = loss / batch.global_num_tokens
+            if not self.num_updates:
+                self._kept_views.check()
             with phase("backward"):
                 if self.units is not None:
-                    self.units.begin_backward()
+                    self.units.begin_backward(comes_again=self._num_micro_batches > 1)
                 self._training_task.starts_at(objective)
                 objective.backward()
                 if self.units is not None:
@@ -309,6 +318,8 @@ class NativeShardedOptimizer(Implementation):
         view = bucket.gradient_views[name]
 
         def gradient_is_ready(parameter: Tensor) -> None:
+            if self.units is not None:
+                self.units.enter_backward(self.plan.flats[index].unit)
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None and not self._is_open(index):
                 bucket.early[name] = gradient
@@ -317,15 +328,26 @@ class NativeShardedOptimizer(Implementation):
                 copy_into(view, gradient) if self._claim(index, name) else view.add_(gradient)
             if self._exchanges:
                 bucket.num_awaited -= 1
-                while self._next_to_reduce < len(self.buckets) and not self.buckets[self._next_to_reduce].num_awaited:
+                while self._is_due(self._next_to_reduce):
                     self._reduce_next()
                 self.memory.exchange.progress()
 
         self._hooks.append(self.parameters[name].register_post_accumulate_grad_hook(gradient_is_ready))
 
+    def _is_due(self, index: int) -> bool:
+        """Whether the bucket's reduction can start within backward; see [Note: Peers that wait in backward]."""
+        if index == len(self.buckets) or self.buckets[index].num_awaited:
+            return False
+        if self._backward_synchronises:
+            return self.stage < 3 and index < MAX_IN_FLIGHT and self._is_open(index)
+        return True
+
     def _is_open(self, index: int) -> bool:
-        """Whether gradients can go to their bucket: not while the one before it in the same slot is still filling."""
+        """Whether gradients can go to their bucket: not while the one before it in the same slot is still filling, nor
+        while it may be on its way to a peer that waits itself, see [Note: Peers that wait in backward]."""
         before = self.plan.flats[index].after_flat
+        if self._backward_synchronises and self.stage > 1:
+            return before is None and self._micro_batch == 0
         return before is None or before < self._next_to_reduce
 
     def _claim(self, index: int, name: str) -> bool:

@@ -13,6 +13,9 @@ import mmap
 import torch
 from torch import Tensor
 
+from harness.implementation import lending
+from harness.parameters import MemoryCategory
+
 _HUGE_PAGE = 2 << 20
 
 
@@ -37,16 +40,27 @@ def lent(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros(num_elements, dtype=dtype, device=device)
 
 
-def take(tensor: Tensor) -> None:
-    """Memory for what is `lent`, if it has none; what is in it then is anybody's guess."""
+def take(tensor: Tensor, category: MemoryCategory, num_bytes: int | None = None) -> None:
+    """Memory for what is `lent`, or for its first `num_bytes`, if it has none or more or less than that; what is in it
+    then is anybody's guess."""
     storage = tensor.untyped_storage()
-    if not storage.nbytes():
-        storage.resize_(tensor.numel() * tensor.itemsize)
+    wanted = tensor.numel() * tensor.itemsize if num_bytes is None else num_bytes
+    if storage.nbytes() != wanted:
+        if not storage.resizable():
+            raise RuntimeError(
+                "native.zero: memory that is lent to flats in turn was handed to another library, by numpy() say; "
+                "hand it a clone"
+            )
+        with lending(category):
+            storage.resize_(0)  # nothing to carry over
+            storage.resize_(wanted)
 
 
 def give_back(tensor: Tensor) -> None:
     """The memory of what is `lent` goes to whoever asks next; torch's own objects stay as they are."""
-    tensor.untyped_storage().resize_(0)
+    storage = tensor.untyped_storage()
+    if storage.resizable():  # what another library looks at too stays
+        storage.resize_(0)
 
 
 def copy_into(destination: Tensor, source: Tensor) -> None:

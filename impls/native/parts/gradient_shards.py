@@ -21,18 +21,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.implementation import CollectiveObserver
+from harness.implementation import CollectiveObserver, lending
 from impls.native.parts import flat_memory, ordered_sum
 from impls.native.parts.shared_region import ALIGNMENT, SharedRegion, round_up
 
-_MAX_IN_FLIGHT = 2  # flats whose pieces a rank has room for at a time
+MAX_IN_FLIGHT = 2  # flats that a rank exchanges at a time: each needs room for its peers' pieces
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flat:
     """One flat buffer cut into even shards, `num_shard_elements` for each rank of the group; the last may end in
-    padding. Flats of one `slot` share memory: they take turns. A slot of `lent` flats has none between the beginning of
-    a step and the first gradient, if it is this rank's alone."""
+    padding. Flats of one `slot` share memory: they take turns. A slot of `lent` flats has memory
+    only from a flat's first gradient to the end of its exchange, if it is this rank's alone."""
 
     num_shard_elements: int
     dtype: torch.dtype
@@ -62,10 +62,6 @@ class GradientShards(Protocol):
 
     def own(self, index: int) -> Tensor:
         """(num_ranks * num_shard_elements,): where this rank puts its gradients; zero at first."""
-        ...
-
-    def begin_step(self) -> None:
-        """Nothing is in flight, and what the last step left in memory that is lent is not needed any more."""
         ...
 
     def reclaim(self, index: int) -> None:
@@ -101,7 +97,6 @@ class _Exchange:
     shares: Sequence[Tensor]  # what is to be summed, or the sum alone, where the library has summed
     into: Tensor
     add: bool
-    staging: Tensor
 
 
 class ProcessGroupShards:
@@ -126,48 +121,40 @@ class ProcessGroupShards:
             for slot, num_bytes in slot_bytes(flats, self._num_ranks).items()
         }
         self._own = [flat.view(self._slots[flat.slot], self._num_ranks) for flat in flats]
-        self._piece_bytes = max((round_up(flat.shard_bytes, ALIGNMENT) for flat in flats), default=0)
-        self._stagings = [
-            flat_memory.lent(num_bytes, torch.uint8, device)
-            for num_bytes in staging_bytes(flats, self._num_ranks, shares_memory=False, device=device)
-        ]
-        self._free = list(self._stagings)
+        self._device = device
         self._in_flight: dict[int, _Exchange] = {}  # by index, the oldest first
         self._last_of_slot: dict[int, int] = {}
 
     def own(self, index: int) -> Tensor:
         return self._own[index]
 
-    def begin_step(self) -> None:
-        for memory in (*(self._slots[slot] for slot in self._lent_slots), *self._stagings):
-            flat_memory.give_back(memory)
-
     def reclaim(self, index: int) -> None:
         slot = self._flats[index].slot
         last = self._last_of_slot.get(slot)
         if last is not None:
             self.wait(last)  # what this rank sent has then left its memory
-        flat_memory.take(self._slots[slot])
+        if slot in self._lent_slots:
+            num_bytes = self._num_ranks * self._flats[index].shard_bytes
+            flat_memory.take(self._slots[slot], "communication_buffers", num_bytes)
 
     def start(self, index: int, into: Tensor, *, add: bool) -> None:
         flat, own = self._flats[index], self._own[index]
         is_null = self._observer is not None and self._observer.null
         if _sums_alone(flat, self._num_ranks, is_null=is_null):
             ordered_sum.write([flat.shard(own, self._rank)], into, add=add)
+            self._give_back(index)
             return
         self.wait(index)
-        if not self._free:
+        if len(self._in_flight) == MAX_IN_FLIGHT:
             self._finish(next(iter(self._in_flight.values())))
-        staging = self._free.pop()
-        flat_memory.take(staging)
         if self._library_sums:
             lands_in_place = not add and into.dtype == flat.dtype
-            landing = into if lands_in_place else flat.view(staging, 1)
+            landing = into if lands_in_place else flat.view(self._staging(flat), 1)
             works = [dist.reduce_scatter_single(landing, own, group=self._group, async_op=True)]
             shares = [landing]
         else:
-            works, shares = self._swap_pieces(index, own, staging)
-        self._in_flight[index] = _Exchange(index=index, works=works, shares=shares, into=into, add=add, staging=staging)
+            works, shares = self._swap_pieces(index, own)
+        self._in_flight[index] = _Exchange(index=index, works=works, shares=shares, into=into, add=add)
         self._last_of_slot[flat.slot] = index
 
     def progress(self) -> None:
@@ -178,19 +165,25 @@ class ProcessGroupShards:
             self._finish(self._in_flight[index])
 
     def buffers(self) -> Iterable[Tensor]:
-        return [*self._slots.values(), *self._stagings]
+        return list(self._slots.values())
 
     def close(self) -> None:
         self._in_flight.clear()
 
-    def _swap_pieces(self, index: int, own: Tensor, staging: Tensor) -> tuple[list[Any], list[Tensor]]:
+    def _staging(self, flat: Flat) -> Tensor:
+        num_bytes = staging_bytes(flat, self._num_ranks, shares_memory=False, device=self._device)
+        with lending("communication_buffers"):
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def _swap_pieces(self, index: int, own: Tensor) -> tuple[list[Any], list[Tensor]]:
         """Everything that is sent and received, and the shares of this rank's shard, in rank order."""
         flat = self._flats[index]
         works: list[Any] = []
         for distance in range(1, self._num_ranks):  # each to another one first
             peer = (self._rank + distance) % self._num_ranks
             works.append(dist.isend(flat.shard(own, peer), group=self._group, group_dst=peer, tag=index))
-        landings = [flat.view(piece, 1) for piece in staging.split(self._piece_bytes)]
+        pieces = self._staging(flat).split(_piece_bytes(flat))
+        landings = [flat.view(piece, 1) for piece in pieces]
         for landing, peer in zip(landings, [r for r in range(self._num_ranks) if r != self._rank], strict=True):
             works.append(dist.irecv(landing, group=self._group, group_src=peer, tag=index))
         return works, [*landings[: self._rank], flat.shard(own, self._rank), *landings[self._rank :]]
@@ -199,8 +192,13 @@ class ProcessGroupShards:
         for work in exchange.works:
             work.wait()
         ordered_sum.write(exchange.shares, exchange.into, add=exchange.add)
-        self._free.append(exchange.staging)
         del self._in_flight[exchange.index]
+        self._give_back(exchange.index)
+
+    def _give_back(self, index: int) -> None:
+        slot = self._flats[index].slot
+        if slot in self._lent_slots:
+            flat_memory.give_back(self._slots[slot])
 
 
 class _Flag(IntEnum):
@@ -247,9 +245,6 @@ class SharedMemoryShards:
 
     def own(self, index: int) -> Tensor:
         return self._own[index]
-
-    def begin_step(self) -> None:
-        pass  # what peers map stays
 
     def reclaim(self, index: int) -> None:
         last = self._last_of_slot.get(self._flats[index].slot)
@@ -312,13 +307,15 @@ def lent_slots(flats: Sequence[Flat]) -> set[int]:
     return {flat.slot for flat in flats} - {flat.slot for flat in flats if not flat.lent}
 
 
-def staging_bytes(flats: Sequence[Flat], num_ranks: int, *, shares_memory: bool, device: torch.device) -> list[int]:
-    """Each of the buffers that a rank lends to peers' pieces while it sums."""
+def staging_bytes(flat: Flat, num_ranks: int, *, shares_memory: bool, device: torch.device) -> int:
+    """What a rank lends to peers' pieces of the flat, from the start of its sum to the end."""
     if shares_memory or num_ranks == 1:
-        return []
-    num_pieces = 1 if device.type != "cpu" else num_ranks - 1
-    piece_bytes = max((round_up(flat.shard_bytes, ALIGNMENT) for flat in flats), default=0)
-    return [num_pieces * piece_bytes] * min(_MAX_IN_FLIGHT, len(flats))
+        return 0
+    return _piece_bytes(flat) * (1 if device.type != "cpu" else num_ranks - 1)
+
+
+def _piece_bytes(flat: Flat) -> int:
+    return round_up(flat.shard_bytes, ALIGNMENT)
 
 
 def _sums_alone(flat: Flat, num_ranks: int, *, is_null: bool) -> bool:

@@ -51,6 +51,10 @@ class ParameterGathers(Protocol):
         """Returns once `full(index)` is whole."""
         ...
 
+    def release(self, index: int) -> None:
+        """This rank looks at `full(index)` no more until it gathers it again: memory that is lent may go."""
+        ...
+
     def buffers(self) -> Iterable[Tensor]:
         """The memory that is lent to flats in turn, each storage once; none where every flat keeps its own."""
         ...
@@ -69,9 +73,9 @@ class ProcessGroupGathers:
         self._flats, self._group = flats, group
         self._rank, self._num_ranks = group.rank(), group.size()
         self._library_gathers = device.type != "cpu"
+        make = flat_memory.zeros if keeps_full else flat_memory.lent
         self._slots = {
-            slot: flat_memory.zeros(num_bytes, torch.uint8, device)
-            for slot, num_bytes in slot_bytes(flats, self._num_ranks).items()
+            slot: make(num_bytes, torch.uint8, device) for slot, num_bytes in slot_bytes(flats, self._num_ranks).items()
         }
         self._keeps_full = keeps_full
         self._fulls = [flat.view(self._slots[flat.slot], self._num_ranks) for flat in flats]
@@ -99,6 +103,8 @@ class ProcessGroupGathers:
         flat, full, shard = self._flats[index], self._fulls[index], self._shards[index]
         if not flat.num_shard_elements:
             return
+        if not self._keeps_full:
+            flat_memory.take(self._slots[flat.slot], "communication_buffers", self._num_ranks * flat.shard_bytes)
         if self._num_ranks > 1 and self._library_gathers:
             self._works[index] = [dist.all_gather_single(full, shard, group=self._group, async_op=True)]
             return
@@ -113,6 +119,9 @@ class ProcessGroupGathers:
     def wait(self, index: int) -> None:
         for work in self._works.pop(index, ()):
             work.wait()
+
+    def release(self, index: int) -> None:
+        flat_memory.give_back(self._slots[self._flats[index].slot])
 
     def buffers(self) -> Iterable[Tensor]:
         return [] if self._keeps_full else list(self._slots.values())

@@ -21,7 +21,7 @@ from impls.native.parts.parameter_gathers import ParameterGathers, ProcessGroupG
 from impls.native.parts.sharded_bucket import ShardedBucket
 from impls.native.parts.shared_memory import TIMEOUT_SECONDS, Transport
 from impls.native.parts.shared_parameters import ParametersInPlace, SharedMemoryGathers
-from impls.native.parts.unit_gathers import PlacedUnit
+from impls.native.parts.unit_gathers import PlacedParameter, PlacedUnit
 from impls.native.parts.zero_costs import gradient_flats, parameter_flats
 from impls.native.parts.zero_plan import PlannedFlat, ZeroPlan
 
@@ -52,14 +52,14 @@ class ShardedMemory:
 
     def begin_step(self) -> None:
         """Sums are lent their memory from when they are made, as backward frees activations, to the next step."""
-        self.exchange.begin_step()
         if self._plan.stage > 1:
             for bucket in self.buckets:
                 flat_memory.give_back(bucket.shard_gradients)
 
     def start_sum(self, index: int, *, add: bool) -> None:
         """This rank's gradients of the bucket are there; see GradientShards."""
-        flat_memory.take(self.buckets[index].shard_gradients)
+        if self._plan.stage > 1:
+            flat_memory.take(self.buckets[index].shard_gradients, "gradients")
         self.exchange.start(index, self.buckets[index].shard_gradients, add=add)
 
     def begin_update(self) -> None:
@@ -86,7 +86,11 @@ class ShardedMemory:
         for unit, name in enumerate(self._plan.modules):
             flats = tuple(index for index, flat in enumerate(self._plan.flats) if flat.unit == unit)
             places = tuple(
-                (self._parameters[segment.parameter.name], self._view(self.gathers.full(index), segment))
+                PlacedParameter(
+                    segment.parameter.name,
+                    self._parameters[segment.parameter.name],
+                    self._view(self.gathers.full(index), segment),
+                )
                 for index in flats
                 for segment in self._plan.flats[index].plan.bucket.segments
             )

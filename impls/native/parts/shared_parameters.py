@@ -72,6 +72,9 @@ class _SharedGathers(ABC):
             self._receive(index, epoch)
         self._region.completed(index)
 
+    def release(self, index: int) -> None:
+        return  # what is whole is everybody's, or stays
+
     def buffers(self) -> Iterable[Tensor]:
         return []
 

@@ -10,12 +10,13 @@ still in its slot is not gathered again: the last blocks of forward are the firs
 
 [Note: Fixed places] A unit is always gathered into the same slot, so tensors that autograd has saved (a transposed
 weight, say) point at the right values again by the time backward reads them. While a unit is away its parameters read
-as NaN: who uses them outside their block's forward sees it at once. Not so what autograd has saved of a block to whose
-outputs no hook could be tied (a dataclass, say): its backward reads whatever lies in the slot.
+as NaN: who uses them outside their block's forward sees it at once.
 
 [Note: When backward is done with a block] Autograd runs nodes that are ready in the reverse order of their making.
-All nodes of block k were made after those of block k-1 and wait only for later ones: when the gradient reaches the
-output of block k-1, block k is done.
+All nodes of block k were made after those of block k-1 and wait only for later ones: when backward comes to block k-1,
+block k is done. That it has come there three things tell, whichever is first: a gradient at an output, what autograd
+has saved of a parameter is asked for, a parameter has its gradient. An output alone would not do: a loss that a block
+keeps for later (that of a mixture of experts, say) is no output, and autograd turns to it first.
 
 Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"; the triggers are those
 of Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel".
@@ -24,26 +25,43 @@ of Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Pa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from impls.native.parts.parameter_gathers import ParameterGathers
 
 
+class PlacedParameter(NamedTuple):
+    """`view` is what the parameter reads as while its unit is there."""
+
+    name: str
+    parameter: nn.Parameter
+    view: Tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlacedUnit:
-    """A unit on this rank: `module` is its block, None for the root unit; `flats` are gathered for it, in this order;
-    `places` are its parameters, each with its view of the slot."""
+    """A unit on this rank: `module` is its block, None for the root unit; `flats` are gathered for it, in this
+    order."""
 
     module: nn.Module | None
     name: str
     slot: int
     flats: tuple[int, ...]
-    places: tuple[tuple[nn.Parameter, Tensor], ...]
+    places: tuple[PlacedParameter, ...]
+
+
+class _OfUnit(NamedTuple):
+    """What autograd has saved of a unit's parameter."""
+
+    unit: int
+    tensor: Tensor
 
 
 class UnitGathers:
@@ -65,25 +83,41 @@ class UnitGathers:
         self._occupants: dict[int, int] = {}  # slot: the unit whose parameters are in it or on their way there
         self._in_flight: set[int] = set()
         self._away: dict[torch.dtype, Tensor] = {}  # what parameters read as that are not there
+        self._slot_of_memory = {view.untyped_storage()._cdata: u.slot for u in units for _, _, view in u.places}
+        self._versions = {name: parameter._version for unit in units for name, parameter, _ in unit.places}
         self._num_entered = 0
         self._is_backward = False
         self._backward_at = 0  # the block that backward is in, or the number of units before it has begun
+        self._comes_again = False
         for index, unit in enumerate(units):
-            self._hide(index)
             if unit.module is not None:
                 # Before the module's own: they may use the parameters.
                 unit.module.register_forward_pre_hook(lambda *_, k=index: self._enter(k), prepend=True)
                 unit.module.register_forward_hook(lambda _module, _inputs, output, k=index: self._leave(k, output))
+        self.forget()
 
-    def begin_forward(self) -> None:
-        """A micro-batch begins."""
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """The forward of a micro-batch goes on."""
         self._num_entered = 0
         self._enter(0)
+        with saved_tensors_hooks(self._pack, self._unpack):
+            yield
 
-    def begin_backward(self) -> None:
-        """The loss is there. See [Note: One order]."""
+    def begin_backward(self, *, comes_again: bool) -> None:
+        """The loss is there; see [Note: One order]. `comes_again` if the step has further micro-batches: what lies in
+        the slots at the end is then kept for them."""
         self._pass_up_to(len(self._units) - 1)
-        self._is_backward, self._backward_at = True, len(self._units)
+        self._is_backward, self._backward_at, self._comes_again = True, len(self._units), comes_again
+
+    def enter_backward(self, unit: int) -> None:
+        """Backward has come to the unit; see [Note: When backward is done with a block]."""
+        if not self._is_backward or not 0 < unit < self._backward_at:
+            return
+        self._reach(unit)
+        self._show(unit)
+        if unit > 1:
+            self._gather(unit - 1)
 
     def end_backward(self) -> None:
         """Autograd has returned."""
@@ -95,15 +129,18 @@ class UnitGathers:
     def forget(self) -> None:
         """The shards are about to change: whatever lies in the slots is out of date."""
         for unit in range(len(self._units)):
+            self._await(unit)
             self._hide(unit)
+            self._release(unit)
         self._occupants.clear()
 
     def gathered(self) -> Iterator[Tensor]:
-        """Every flat, whole, one after another, each valid until the next is asked for. Collective; between steps."""
+        """Every flat, whole, one after another. Collective; between steps."""
         for unit in range(len(self._units)):
             self._gather(unit)
             self._await(unit)
-            yield from (self._gathers.full(flat) for flat in self._units[unit].flats)
+            # Copies: a caller's NumPy would nail the memory down.
+            yield from (self._gathers.full(flat).clone() for flat in self._units[unit].flats)
         self.forget()
 
     def _enter(self, unit: int) -> None:
@@ -134,18 +171,25 @@ class UnitGathers:
             return
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(lambda _gradient, k=unit: self._enter_backward(k))
+                leaf.register_hook(lambda _gradient, k=unit: self.enter_backward(k))
         if self._reshards:
             self._hide(unit)
 
-    def _enter_backward(self, unit: int) -> None:
-        """The gradient has reached the output of the block; of a block with several outputs, the first of them."""
-        if not self._is_backward or unit >= self._backward_at:
-            return
-        self._reach(unit)
-        self._show(unit)
-        if unit > 1:
-            self._gather(unit - 1)
+    def _pack(self, tensor: Tensor) -> Tensor | _OfUnit:
+        slot = self._slot_of_memory.get(tensor.untyped_storage()._cdata)
+        return tensor if slot is None else _OfUnit(self._occupants[slot], tensor)
+
+    def _unpack(self, saved: Tensor | _OfUnit) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        unit, tensor = saved
+        self.enter_backward(unit)
+        if self._occupants.get(self._units[unit].slot) != unit:
+            raise RuntimeError(
+                f"native.zero: backward comes to {self._units[unit].name} again after its parameters were freed; keep "
+                f"them with reshard_after_forward=false"
+            )
+        return tensor
 
     def _reach(self, unit: int) -> None:
         """Backward goes on from block to block, through those that its own gradient passes over."""
@@ -159,13 +203,29 @@ class UnitGathers:
     def _finish(self, unit: int) -> None:
         self._done_in_backward(unit)
         self._hide(unit)
+        if not (self._comes_again or any(self._units[u].slot == self._units[unit].slot for u in range(1, unit))):
+            self._release(unit)
+
+    def _release(self, unit: int) -> None:
+        """Nothing is in the unit's slot, and nothing on its way there."""
+        slot = self._units[unit].slot
+        self._occupants.pop(slot, None)
+        for other in self._units:
+            if other.slot == slot:
+                for flat in other.flats:
+                    self._gathers.release(flat)
 
     def _show(self, unit: int) -> None:
-        for parameter, view in self._units[unit].places:
+        for _, parameter, view in self._units[unit].places:
             parameter.data = view
 
     def _hide(self, unit: int) -> None:
-        for parameter, view in self._units[unit].places:
+        for name, parameter, view in self._units[unit].places:
+            if parameter._version != self._versions[name]:
+                raise RuntimeError(
+                    f"native.zero: the model writes to parameter {name} in place; under stage 3 that is lost, since "
+                    f"parameters are copies that come and go"
+                )
             if view.dtype not in self._away:
                 nothing = torch.nan if view.dtype.is_floating_point or view.dtype.is_complex else 0
                 self._away[view.dtype] = torch.full((), nothing, dtype=view.dtype, device=view.device)

@@ -15,7 +15,7 @@ import torch
 from harness.layout import Layout
 from harness.parameters import LogicalParameter, MemoryCategory, all_reduce_wire_bytes, broadcast_wire_bytes
 from harness.workload import Workload
-from impls.native.parts.gradient_shards import Flat, lent_slots, slot_bytes, staging_bytes
+from impls.native.parts.gradient_shards import MAX_IN_FLIGHT, Flat, slot_bytes, staging_bytes
 from impls.native.parts.synchronised_batch_norm import summed_bytes
 from impls.native.parts.zero_plan import ZeroPlan
 
@@ -30,8 +30,7 @@ def gradient_flats(plan: ZeroPlan, workload: Workload) -> list[Flat]:
             num_shard_elements=flat.plan.num_shard_elements,
             dtype=precision.gradient if precision.master else flat.plan.bucket.dtype,
             slot=flat.gradient_slot,
-            # The root unit has gradients from the first moment of backward: its head's.
-            lent=plan.shards_parameters and flat.unit > 0,
+            lent=plan.stage > 1,
         )
         for flat in plan.flats
         if flat.trainable
@@ -53,49 +52,36 @@ def memory_bytes(
     layout: Layout,
     *,
     shares_memory: bool,
-    device: torch.device,
 ) -> dict[MemoryCategory, int]:
     """By category, of the first rank: it holds most, since padding lies at the end."""
     num_ranks = layout.shard_degree
     gradients, gathered = gradient_flats(plan, workload), parameter_flats(plan)
-    slots = sum(slot_bytes(gradients, num_ranks).values())
-    lent = sum(staging_bytes(gradients, num_ranks, shares_memory=shares_memory, device=device))
     if plan.shards_parameters:
         of_parameters = sum(flat.shard_bytes for flat in gathered)
-        # Where ranks share memory they read each other's shards where they lie.
-        lent += 0 if shares_memory else sum(slot_bytes(gathered, num_ranks).values())
     else:
         in_flats = {segment.parameter.name for flat in plan.flats for segment in flat.plan.bucket.segments}
         of_parameters = num_ranks * sum(flat.shard_bytes for flat in gathered)
         of_parameters += sum(parameter.num_bytes for parameter in parameters if parameter.name not in in_flats)
-    if plan.stage > 1:
-        lent += slots
+    whole = sum(slot_bytes(gradients, num_ranks).values())
     return {
         "parameters": of_parameters,
-        "gradients": slots if plan.stage == 1 else sum(flat.shard_bytes for flat in gradients),
+        "gradients": whole if plan.stage == 1 else sum(flat.shard_bytes for flat in gradients),
         "optimizer_states": _state_bytes(plan, workload),
-        "communication_buffers": lent,
+        "communication_buffers": _buffer_bytes(plan, gradients, num_ranks, shares_memory=shares_memory),
     }
 
 
 def comes_late(plan: ZeroPlan, workload: Workload) -> bool:
-    """Whether what is lent is not there yet when the last forward ends: no micro-batch before has been reduced."""
-    return plan.stage == 1 or workload.training.num_micro_batches == 1
+    """Whether shards of gradients are not there yet when the last forward ends: no micro-batch has been reduced."""
+    return plan.stage > 1 and workload.training.num_micro_batches == 1
 
 
-def late_bytes(plan: ZeroPlan, workload: Workload, layout: Layout, *, shares_memory: bool, device: torch.device) -> int:
-    """Of these, what is lent in the course of backward: shards of gradients that are not kept whole, received pieces,
-    and, where peers do not map them, slots that are lent."""
-    num_ranks, gradients = layout.shard_degree, gradient_flats(plan, workload)
-    if not comes_late(plan, workload):
-        return 0
-    late = sum(staging_bytes(gradients, num_ranks, shares_memory=shares_memory, device=device))
-    if plan.stage > 1:
-        late += sum(flat.shard_bytes for flat in gradients)
-    if not shares_memory:
-        sizes = slot_bytes(gradients, num_ranks)
-        late += sum(sizes[slot] for slot in lent_slots(gradients))
-    return late
+def late_bytes(plan: ZeroPlan, workload: Workload, layout: Layout, *, shares_memory: bool) -> int:
+    """Of these, what comes and goes in the course of a step: shards of gradients that are not kept whole and, where
+    peers do not map them, buffers."""
+    gradients = gradient_flats(plan, workload)
+    late = sum(flat.shard_bytes for flat in gradients) if comes_late(plan, workload) else 0
+    return late + (0 if shares_memory else _buffer_bytes(plan, gradients, layout.shard_degree, shares_memory=False))
 
 
 def wire_bytes(plan: ZeroPlan, workload: Workload, layout: Layout) -> int:
@@ -121,6 +107,17 @@ def wire_bytes(plan: ZeroPlan, workload: Workload, layout: Layout) -> int:
         sums = summed_bytes(workload.model_without_memory(), workload.precision.compute)
         sent += all_reduce_wire_bytes(training.num_micro_batches * sums, layout.data)
     return sent + broadcast_wire_bytes(workload.buffer_bytes(), layout.data)
+
+
+def _buffer_bytes(plan: ZeroPlan, gradients: Sequence[Flat], num_ranks: int, *, shares_memory: bool) -> int:
+    """At most: each slot with the largest of its flats, and the pieces of the largest flats in flight."""
+    total = sum(slot_bytes(gradients, num_ranks).values()) if plan.stage > 1 else 0
+    if plan.shards_parameters and not shares_memory:
+        # Where ranks share memory they read each other's shards where they lie.
+        total += sum(slot_bytes(parameter_flats(plan), num_ranks).values())
+    cpu = torch.device("cpu")
+    pieces = sorted(staging_bytes(flat, num_ranks, shares_memory=shares_memory, device=cpu) for flat in gradients)
+    return total + sum(pieces[-MAX_IN_FLIGHT:])
 
 
 def _state_bytes(plan: ZeroPlan, workload: Workload) -> int:

@@ -114,3 +114,43 @@ def test_other_degrees_are_refused_before_any_process_starts(layout: Layout) -> 
     kind = implementation.load("native.zero")
     reason = kind.unsupported(models.load("gpt"), layout, torch.device("cpu"), {})
     assert reason == f"a sharded optimizer cuts no layer: it takes a data degree and a shard degree, got {layout}"
+
+
+@pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
+@pytest.mark.parametrize("name", ["mixture", "packed"])
+def test_stage_3_notices_that_backward_has_come_to_a_block(worlds: Worlds, name: str, transport: str) -> None:
+    """Though no gradient has reached a tensor that the block gave out."""
+    text = f"{HERE / 'odd_blocks.py'}:{name}"
+    options = {"stage": 3, "transport": transport}
+    parity = worlds.parity(parity_case(text, "native.zero", 2, options=options, precision="fp64"))
+    assert parity.ok, parity.explanation
+
+
+@pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
+def test_stage_3_refuses_writes_to_parameters(worlds: Worlds, transport: str) -> None:
+    text = f"{HERE / 'odd_blocks.py'}:clamped"
+    with pytest.raises(
+        LaunchFailed, match=r"the model writes to parameter 0\.weight in place; under stage 3 that is l"
+    ):
+        worlds.trajectory(parity_case(text, "native.zero", 2, options={"stage": 3, "transport": transport}))
+    parity = worlds.parity(parity_case(text, "native.zero", 2, options={"stage": 2}, precision="fp64"))
+    assert parity.ok, parity.explanation
+
+
+@pytest.mark.parametrize(("name", "options"), [("native.ddp", {}), *(("native.zero", o) for o in STAGES)], ids=str)
+def test_views_kept_from_construction_are_named(worlds: Worlds, name: str, options: dict[str, Any]) -> None:
+    text = f"{HERE / 'odd_blocks.py'}:mirrored"
+    with pytest.raises(LaunchFailed, match=rf"{name}: 0\.mirrors\[0\] was made of parameter 0\.weight"):
+        worlds.trajectory(parity_case(text, name, 2, options=options))
+
+
+@pytest.mark.parametrize("options", STAGES, ids=str)
+@pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_ranks_that_use_fewer_parameters_hold_up_no_synchronised_batch_norm(
+    worlds: Worlds, options: dict[str, Any], transport: str, num_micro_batches: int
+) -> None:
+    text = f"{HERE / 'odd_blocks.py'}:normed:num_micro_batches={num_micro_batches}"
+    options = {**options, "transport": transport, "bucket_bytes": 1}
+    parity = worlds.parity(parity_case(text, "native.zero", 2, options=options, precision="fp64"))
+    assert parity.ok, parity.explanation

@@ -41,14 +41,16 @@ class BlocksComeAndGo(NativeShardedOptimizer):
         seen = []
 
         def look(*_: object) -> None:
-            seen.append(sum(bool(torch.isfinite(unit.places[0][0].flatten()[0])) for unit in blocks))
+            seen.append(sum(bool(torch.isfinite(unit.places[0].parameter.flatten()[0])) for unit in blocks))
 
         hooks = [unit.module.register_forward_hook(look) for unit in blocks if unit.module is not None]
         output = super().train_step(batch)
         for hook in hooks:
             hook.remove()
         assert seen == [0] * len(batch.micro_batches) * len(blocks), seen  # freed by then
-        assert all(bool(torch.isnan(unit.places[0][0]).all()) for unit in blocks), "a block is there between steps"
+        assert all(bool(torch.isnan(unit.places[0].parameter).all()) for unit in blocks), (
+            "a block is there between steps"
+        )
         return output
 
 

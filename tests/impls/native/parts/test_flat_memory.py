@@ -78,7 +78,7 @@ def test_what_is_lent_goes_and_comes_back_for_all_its_views() -> None:
     half = flat[3:]
     flat_memory.give_back(flat)
     assert flat.untyped_storage().nbytes() == 0
-    flat_memory.take(flat)
+    flat_memory.take(flat, "gradients")
     half.fill_(2.0)
-    flat_memory.take(flat)  # it has some: nothing happens
+    flat_memory.take(flat, "gradients")  # it has some: nothing happens
     assert flat[3:].tolist() == [2.0] * 3

@@ -1,0 +1,170 @@
+"""Workloads whose blocks do more than hand a tensor on: a loss kept for later, outputs in a plain dataclass, writes to
+their own parameters, views kept from construction; and BatchNorm over all ranks beside parameters that some use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from harness.data import shuffled_index
+from harness.datasets import Tensors
+from harness.workload import Training, Workload
+
+WIDTH = 6
+Blocks = Callable[[nn.Module], list[nn.Module]]
+
+
+class Routed(nn.Module):
+    """Keeps a loss of its own, made of the router's weight after the output: autograd turns to it first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Parameter(torch.randn(WIDTH, 2) / 2)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.balance: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = torch.softmax(x @ self.router, dim=-1)
+        output: Tensor = x + sum(shares[:, [i]] * torch.tanh(expert(x)) for i, expert in enumerate(self.experts))
+        self.balance = (torch.softmax(torch.tanh(x) @ self.router, dim=-1).square() * self.experts[0].bias[:2]).sum()
+        return output
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Routed() for _ in range(5))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x), torch.stack([block.balance for block in self.blocks]).sum()
+
+
+@dataclass
+class State:
+    hidden: Tensor
+
+
+class Packing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(WIDTH, WIDTH) / 2), nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, state: State) -> State:
+        return State(state.hidden + torch.tanh(state.hidden @ self.weight + self.bias))
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Packing() for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = State(x)
+        for block in self.blocks:
+            state = block(state)
+        return state.hidden
+
+
+class Clamped(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class Mirrored(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.mirrors = [self.weight.detach().t()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) @ self.mirrors[0]
+
+
+class Normed(nn.Module):
+    """Synchronised BatchNorm, and layers beside it that a rank uses if it has a positive sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.norm, self.after = (
+            nn.Linear(WIDTH, WIDTH, bias=False),
+            nn.BatchNorm1d(WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
+        self.sometimes = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.after(torch.tanh(self.norm(self.before(x))))
+        positive = x[:, [0]].detach().sign().clamp(min=0)
+        if x.is_meta or bool(positive.any()):
+            for layer in self.sometimes:
+                output = output + positive * layer(x)
+        return torch.cat([x[:, [0]], torch.tanh(output)[:, 1:]], dim=-1)
+
+
+def mixture() -> Workload:
+    def loss(outputs: tuple[Tensor, Tensor], wanted: Tensor) -> Tensor:
+        return (outputs[0] - wanted).square().sum() + outputs[1]
+
+    return _workload(Mixture, lambda model: list(model.blocks), loss)
+
+
+def packed() -> Workload:
+    return _workload(Packed, lambda model: list(model.blocks))
+
+
+def clamped() -> Workload:
+    return _workload(lambda: nn.Sequential(*(Clamped() for _ in range(3))), lambda model: list(model.children()))
+
+
+def mirrored() -> Workload:
+    return _workload(lambda: nn.Sequential(Mirrored(), Mirrored()), lambda model: list(model.children()))
+
+
+def normed(num_micro_batches: int = 1) -> Workload:
+    """On two ranks one has positive samples, and the other has none."""
+    return _workload(
+        lambda: nn.Sequential(*(Normed() for _ in range(4))),
+        lambda model: list(model.children()),
+        num_micro_batches=num_micro_batches,
+        synchronise_batch_norm=True,
+    )
+
+
+def _squares(outputs: Tensor, wanted: Tensor) -> Tensor:
+    return (outputs - wanted).square().sum()
+
+
+def _workload(
+    model: Callable[[], nn.Module],
+    blocks: Blocks,
+    loss: Callable[..., Tensor] = _squares,
+    *,
+    num_micro_batches: int = 1,
+    synchronise_batch_norm: bool = False,
+) -> Workload:
+    generator = torch.Generator().manual_seed(7)
+    inputs, targets = (torch.randn(64, WIDTH, generator=generator) for _ in range(2))
+    if synchronise_batch_norm:
+        position_of = torch.tensor([shuffled_index(position, 64, seed=0) for position in range(64)]).argsort()
+        is_second_rank = position_of // (8 // num_micro_batches) % 2
+        inputs[:, 0] = inputs[:, 0].abs() * (1 - 2 * is_second_rank)
+    return Workload(
+        name="odd_blocks",
+        model=model,
+        dataset=Tensors(inputs, targets),
+        loss=loss,
+        training=Training(global_batch_size=16, learning_rate=1e-2, num_micro_batches=num_micro_batches),
+        unit="samples",
+        blocks=blocks,
+        synchronise_batch_norm=synchronise_batch_norm,
+    )
