@@ -47,14 +47,15 @@ from impls.native.parts.sharded_memory import ShardedMemory
 from impls.native.parts.shared_memory import Transport
 from impls.native.parts.synchronised_batch_norm import synchronise_batch_norm
 from impls.native.parts.unit_gathers import UnitGathers
-from impls.native.parts.zero_plan import DEFAULT_BUCKET_BYTES, ZeroPlan, plan_zero
+from impls.native.parts.zero_plan import ZeroPlan, plan_zero
 
 
 class NativeShardedOptimizer(Implementation):
     """`stage` says what is sharded. `reshard_after_forward` (stage 3) frees a block's parameters between its forward
     and its backward; without it they are gathered once a step. `transport="shared_memory"` exchanges through mapped
     memory where a shard group shares a machine, and falls back to the process group elsewhere. `bucket_bytes` bounds a
-    bucket; `direct_gradients` computes weight gradients where they are reduced (parts/direct_gradients.py).
+    bucket (default: parts/zero_plan.py); `direct_gradients` computes weight gradients where they are reduced
+    (parts/direct_gradients.py).
     """
 
     strategy = "zero"
@@ -65,8 +66,9 @@ class NativeShardedOptimizer(Implementation):
 
     @classmethod
     def refused_options(cls, options: Mapping[str, Any]) -> str | None:
-        if options.get("bucket_bytes", 1) < 1:
-            return f"bucket_bytes must be at least 1, got {options['bucket_bytes']}"
+        bucket_bytes = options.get("bucket_bytes")
+        if bucket_bytes is not None and bucket_bytes < 1:
+            return f"bucket_bytes must be at least 1, got {bucket_bytes}"
         stage = options.get("stage", 1)
         if "reshard_after_forward" in options and stage != 3:
             return f"reshard_after_forward is for stage 3, which alone shards parameters, got stage {stage}"
@@ -125,7 +127,7 @@ class NativeShardedOptimizer(Implementation):
         stage: Literal[1, 2, 3] = 1,
         reshard_after_forward: bool = True,
         transport: Transport = "process_group",
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         direct_gradients: bool = True,
     ) -> None:
         for name, value, choices in (("stage", stage, (1, 2, 3)), ("transport", transport, get_args(Transport))):
@@ -390,6 +392,6 @@ def _plan(
         parameters,
         layout,
         stage=options.get("stage", 1),
-        bucket_bytes=options.get("bucket_bytes", DEFAULT_BUCKET_BYTES),
+        bucket_bytes=options.get("bucket_bytes"),
         reshards=options.get("reshard_after_forward", True),
     )

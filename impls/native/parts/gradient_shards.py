@@ -25,6 +25,7 @@ from harness.implementation import CollectiveObserver, lending
 from impls.native.parts import flat_memory, ordered_sum
 from impls.native.parts.shared_region import ALIGNMENT, SharedRegion, round_up
 
+_CPU = torch.device("cpu")
 MAX_IN_FLIGHT = 2  # flats that a rank exchanges at a time: each needs room for its peers' pieces
 
 
@@ -147,13 +148,16 @@ class ProcessGroupShards:
         self.wait(index)
         if len(self._in_flight) == MAX_IN_FLIGHT:
             self._finish(next(iter(self._in_flight.values())))
+        # What nobody reads before the sum is written there can take a piece.
+        takes_one = not add and into.dtype == flat.dtype
         if self._library_sums:
-            lands_in_place = not add and into.dtype == flat.dtype
-            landing = into if lands_in_place else flat.view(self._staging(flat), 1)
+            (landing,) = self._landings(flat, into, num_pieces=1, takes_one=takes_one)
             works = [dist.reduce_scatter_single(landing, own, group=self._group, async_op=True)]
             shares = [landing]
         else:
-            works, shares = self._swap_pieces(index, own)
+            in_own = into.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
+            landings = self._landings(flat, into, num_pieces=self._num_ranks - 1, takes_one=takes_one and not in_own)
+            works, shares = self._swap_pieces(index, own, landings)
         self._in_flight[index] = _Exchange(index=index, works=works, shares=shares, into=into, add=add)
         self._last_of_slot[flat.slot] = index
 
@@ -170,20 +174,21 @@ class ProcessGroupShards:
     def close(self) -> None:
         self._in_flight.clear()
 
-    def _staging(self, flat: Flat) -> Tensor:
-        num_bytes = staging_bytes(flat, self._num_ranks, shares_memory=False, device=self._device)
+    def _landings(self, flat: Flat, into: Tensor, *, num_pieces: int, takes_one: bool) -> list[Tensor]:
+        """Where pieces of the flat are received, each (num_shard_elements,); `takes_one` if `into` is one of them."""
+        num_bytes = _piece_bytes(flat)
         with lending("communication_buffers"):
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            staging = torch.empty((num_pieces - takes_one) * num_bytes, dtype=torch.uint8, device=self._device)
+        staged = [flat.view(staging[begin:], 1) for begin in range(0, staging.numel(), num_bytes)]
+        return [into, *staged] if takes_one else staged
 
-    def _swap_pieces(self, index: int, own: Tensor) -> tuple[list[Any], list[Tensor]]:
+    def _swap_pieces(self, index: int, own: Tensor, landings: Sequence[Tensor]) -> tuple[list[Any], list[Tensor]]:
         """Everything that is sent and received, and the shares of this rank's shard, in rank order."""
         flat = self._flats[index]
         works: list[Any] = []
         for distance in range(1, self._num_ranks):  # each to another one first
             peer = (self._rank + distance) % self._num_ranks
             works.append(dist.isend(flat.shard(own, peer), group=self._group, group_dst=peer, tag=index))
-        pieces = self._staging(flat).split(_piece_bytes(flat))
-        landings = [flat.view(piece, 1) for piece in pieces]
         for landing, peer in zip(landings, [r for r in range(self._num_ranks) if r != self._rank], strict=True):
             works.append(dist.irecv(landing, group=self._group, group_src=peer, tag=index))
         return works, [*landings[: self._rank], flat.shard(own, self._rank), *landings[self._rank :]]
@@ -307,11 +312,14 @@ def lent_slots(flats: Sequence[Flat]) -> set[int]:
     return {flat.slot for flat in flats} - {flat.slot for flat in flats if not flat.lent}
 
 
-def staging_bytes(flat: Flat, num_ranks: int, *, shares_memory: bool, device: torch.device) -> int:
-    """What a rank lends to peers' pieces of the flat, from the start of its sum to the end."""
+def staging_bytes(
+    flat: Flat, num_ranks: int, *, takes_one: bool, shares_memory: bool, device: torch.device = _CPU
+) -> int:
+    """What a rank lends to peers' pieces of the flat, from the start of its sum to the end; `takes_one` if the place of
+    the sum takes a piece: nothing is added to it, and it is not a part of what is sent."""
     if shares_memory or num_ranks == 1:
         return 0
-    return _piece_bytes(flat) * (1 if device.type != "cpu" else num_ranks - 1)
+    return _piece_bytes(flat) * ((1 if device.type != "cpu" else num_ranks - 1) - takes_one)
 
 
 def _piece_bytes(flat: Flat) -> int:

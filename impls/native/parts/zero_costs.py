@@ -67,7 +67,7 @@ def memory_bytes(
         "parameters": of_parameters,
         "gradients": whole if plan.stage == 1 else sum(flat.shard_bytes for flat in gradients),
         "optimizer_states": _state_bytes(plan, workload),
-        "communication_buffers": _buffer_bytes(plan, gradients, num_ranks, shares_memory=shares_memory),
+        "communication_buffers": _buffer_bytes(plan, workload, gradients, num_ranks, shares_memory=shares_memory),
     }
 
 
@@ -81,7 +81,9 @@ def late_bytes(plan: ZeroPlan, workload: Workload, layout: Layout, *, shares_mem
     peers do not map them, buffers."""
     gradients = gradient_flats(plan, workload)
     late = sum(flat.shard_bytes for flat in gradients) if comes_late(plan, workload) else 0
-    return late + (0 if shares_memory else _buffer_bytes(plan, gradients, layout.shard_degree, shares_memory=False))
+    if shares_memory:
+        return late
+    return late + _buffer_bytes(plan, workload, gradients, layout.shard_degree, shares_memory=False)
 
 
 def wire_bytes(plan: ZeroPlan, workload: Workload, layout: Layout) -> int:
@@ -109,14 +111,18 @@ def wire_bytes(plan: ZeroPlan, workload: Workload, layout: Layout) -> int:
     return sent + broadcast_wire_bytes(workload.buffer_bytes(), layout.data)
 
 
-def _buffer_bytes(plan: ZeroPlan, gradients: Sequence[Flat], num_ranks: int, *, shares_memory: bool) -> int:
+def _buffer_bytes(
+    plan: ZeroPlan, workload: Workload, gradients: Sequence[Flat], num_ranks: int, *, shares_memory: bool
+) -> int:
     """At most: each slot with the largest of its flats, and the pieces of the largest flats in flight."""
     total = sum(slot_bytes(gradients, num_ranks).values()) if plan.stage > 1 else 0
     if plan.shards_parameters and not shares_memory:
         # Where ranks share memory they read each other's shards where they lie.
         total += sum(slot_bytes(parameter_flats(plan), num_ranks).values())
-    cpu = torch.device("cpu")
-    pieces = sorted(staging_bytes(flat, num_ranks, shares_memory=shares_memory, device=cpu) for flat in gradients)
+    takes_one = comes_late(plan, workload)
+    pieces = sorted(
+        staging_bytes(flat, num_ranks, takes_one=takes_one, shares_memory=shares_memory) for flat in gradients
+    )
     return total + sum(pieces[-MAX_IN_FLIGHT:])
 
 

@@ -41,7 +41,7 @@ class LentInBackward:
         last may be on its way still."""
         if self._num_micro_batches > 1 and self._plan.stage > 1:
             for index in range(len(self._flats))[-MAX_IN_FLIGHT:]:
-                self._start(index)
+                self._start(index, is_first_sum=self._num_micro_batches == 2)
         if self._plan.shards_parameters and not self._shares_memory:
             for unit in {self._plan.slot_of_unit(unit): unit for unit in range(len(self._plan.modules))}.values():
                 self._gather(unit)
@@ -80,19 +80,19 @@ class LentInBackward:
         self._early.pop(index, None)
         if self._sums_come_late:
             self._sums.append(self._memory(flat.shard_bytes))
-        self._start(index)
+        self._start(index, is_first_sum=self._sums_come_late)
         unit = self._plan.flats[index].unit
         if unit in self._parameters and all(
             flat.unit < unit for flat in self._plan.flats[index + 1 : len(self._flats)]
         ):
             self._leave(unit)
 
-    def _start(self, index: int) -> None:
+    def _start(self, index: int, *, is_first_sum: bool) -> None:
         if len(self._in_flight) == MAX_IN_FLIGHT:
             self._finish(next(iter(self._in_flight)))
         self._fill(index)
         num_bytes = staging_bytes(
-            self._flats[index], self._num_ranks, shares_memory=self._shares_memory, device=self._device
+            self._flats[index], self._num_ranks, takes_one=is_first_sum, shares_memory=self._shares_memory
         )
         self._in_flight[index] = self._memory(num_bytes)
         if self._num_ranks == 1:

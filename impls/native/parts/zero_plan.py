@@ -22,7 +22,8 @@ from impls.native.parts.order_of_use import in_order_of_use
 from impls.native.parts.shards import ShardedPlan
 from impls.native.parts.units import plan_units
 
-DEFAULT_BUCKET_BYTES = 16 << 20
+_LEAST_BUCKET_BYTES, _MOST_BUCKET_BYTES = 1 << 20, 16 << 20
+_BUCKETS_OF_A_MODEL = 8
 _NUM_GRADIENT_SLOTS = 2
 _NUM_BLOCK_SLOTS = 2
 
@@ -82,10 +83,19 @@ def plan_zero(
     layout: Layout,
     *,
     stage: int,
-    bucket_bytes: int,
+    bucket_bytes: int | None,
     reshards: bool,
 ) -> ZeroPlan:
-    """The plan for the model of `workload`, whose `parameters` are in its compute precision; the same on every rank."""
+    """The plan for the model of `workload`, whose `parameters` are in its compute precision; the same on every rank.
+
+    A step holds up to three buckets beside what is sharded, so that without `bucket_bytes` they are an eighth of what
+    is trained (17M GPT, stage 2, 2 ranks: 16 MiB buckets take 199 MiB and 318 ms, 8 MiB 196 and 322, 4 MiB 191 and
+    338). Stage 3 goes by blocks.
+    """
+    trained_bytes = sum(parameter.num_bytes for parameter in parameters if parameter.trainable)
+    if bucket_bytes is None:
+        share = _MOST_BUCKET_BYTES if stage == 3 else trained_bytes // _BUCKETS_OF_A_MODEL
+        bucket_bytes = min(max(_LEAST_BUCKET_BYTES, share), _MOST_BUCKET_BYTES)
     if stage == 3:
         by_name = {parameter.name: parameter for parameter in parameters}
         units = plan_units(workload, layout.data)

@@ -141,6 +141,28 @@ def test_the_peak_is_the_prediction_within_two_percent(
     assert measured == pytest.approx(foreseen, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("stage", "peer", "options"),
+    [
+        (1, "torch.zero", {}),
+        (2, "torch.fsdp", {"reshard_after_forward": False}),
+        (3, "torch.fsdp", {"reshard_after_forward": True}),
+    ],
+    ids=str,
+)
+def test_no_stage_needs_more_memory_than_the_best_peer(
+    instrumented: Instrumented, stage: int, peer: str, options: dict[str, Any]
+) -> None:
+    """The peer's measured peak, ours as foreseen: on a model whose states outweigh its activations."""
+    text = "gpt:size=17m,vocabulary_size=512,sequence_length=32,global_batch_size=4"
+    case = Case(workload=text, implementation=peer, layout=Layout(data=2), options=options)
+    figures = memory.combine(instrumented.adopt(case).command("build_and_measure_memory", num_steps=1))
+    for transport in TRANSPORTS:
+        ours = make_case(Layout(data=2), text, stage=stage, transport=transport)
+        foreseen = predicted(work_of(ours), load("native.zero"), ours.layout, ours.options)
+        assert foreseen["memory.predicted_peak_bytes"] <= figures["memory.peak_allocated_bytes.max_rank"]
+
+
 @pytest.mark.parametrize("name", ["native.ddp", "native.zero", "torch.ddp", "torch.zero", "torch.fsdp"])
 def test_plain_sgd_keeps_no_moments(name: str) -> None:
     workload = models.load("gpt:size=tiny,optimizer=sgd,momentum=0.0")
