@@ -338,8 +338,8 @@ class NativeShardedOptimizer(Implementation):
 
     def _is_due(self, index: int) -> bool:
         """Whether the bucket's reduction can start within backward; see [Note: Peers that wait in backward]."""
-        if index == len(self.buckets) or self.buckets[index].num_awaited:
-            return False
+        if index == len(self.buckets) or self.buckets[index].num_awaited or self.plan.flats[index].unit:
+            return False  # a block's wait until its parameters have made room
         if self._backward_synchronises:
             return self.stage < 3 and index < MAX_IN_FLIGHT and self._is_open(index)
         return True

@@ -201,10 +201,10 @@ class UnitGathers:
             self._await(self._backward_at)
 
     def _finish(self, unit: int) -> None:
-        self._done_in_backward(unit)
         self._hide(unit)
         if not (self._comes_again or any(self._units[u].slot == self._units[unit].slot for u in range(1, unit))):
             self._release(unit)
+        self._done_in_backward(unit)
 
     def _release(self, unit: int) -> None:
         """Nothing is in the unit's slot, and nothing on its way there."""

@@ -48,6 +48,7 @@ class LentInBackward:
 
     def claim(self, index: int) -> bool:
         """A gradient is written to its flat: whoever had its slot before has been sent."""
+        self._come_to(self._plan.flats[index].unit)
         flat = self._flats[index]
         for earlier in [i for i in self._in_flight if self._flats[i].slot == flat.slot]:
             self._finish(earlier)
@@ -65,27 +66,37 @@ class LentInBackward:
 
     def ready(self, index: int, parameter: Tensor) -> None:
         """Autograd has announced a parameter of the flat."""
+        self._come_to(self._plan.flats[index].unit)
         if self.is_open(index):
             self.claim(index)
         else:
             self._early.setdefault(index, []).append(torch.empty_like(parameter))
         self._awaited[index] -= 1
         while self._next_to_reduce < len(self._awaited) and not self._awaited[self._next_to_reduce]:
-            self._reduce(self._next_to_reduce)
-            self._next_to_reduce += 1
+            # Of the units of stage 3 only these: that backward is done with others is known when it comes to the next.
+            if self._plan.flats[self._next_to_reduce].unit > 1:
+                break
+            self._reduce_next()
 
-    def _reduce(self, index: int) -> None:
+    def _come_to(self, unit: int) -> None:
+        """Backward is done with all later units."""
+        while self._next_to_reduce < len(self._flats) and self._plan.flats[self._next_to_reduce].unit > max(unit, 1):
+            done = self._plan.flats[self._next_to_reduce].unit
+            successor = self._leave(done)
+            while self._next_to_reduce < len(self._flats) and self._plan.flats[self._next_to_reduce].unit == done:
+                self._reduce_next()
+            if successor is not None:
+                self._gather(successor)
+
+    def _reduce_next(self) -> None:
+        index = self._next_to_reduce
+        self._next_to_reduce += 1
         flat = self._flats[index]
         self.claim(index)
         self._early.pop(index, None)
         if self._sums_come_late:
             self._sums.append(self._memory(flat.shard_bytes))
         self._start(index, is_first_sum=self._sums_come_late)
-        unit = self._plan.flats[index].unit
-        if unit in self._parameters and all(
-            flat.unit < unit for flat in self._plan.flats[index + 1 : len(self._flats)]
-        ):
-            self._leave(unit)
 
     def _start(self, index: int, *, is_first_sum: bool) -> None:
         if len(self._in_flight) == MAX_IN_FLIGHT:
@@ -103,16 +114,14 @@ class LentInBackward:
         del self._in_flight[index]
         self._filling.pop(index, None)
 
-    def _leave(self, unit: int) -> None:
-        """Backward is done with a block: the next one is gathered in its place. Where micro-batches follow the first
-        two stay."""
+    def _leave(self, unit: int) -> int | None:
+        """Backward is done with a block, and its parameters go; where micro-batches follow the last ones stay. Returns
+        the block that is to be gathered in its place."""
         slot_of_unit = self._plan.slot_of_unit
         successor = next((u for u in range(unit - 1, 0, -1) if slot_of_unit(u) == slot_of_unit(unit)), None)
-        # Not the first block: that backward is done with it is known when autograd returns.
-        if successor is not None or (self._num_micro_batches == 1 and unit > 1):
-            del self._parameters[unit]
-        if successor is not None:
-            self._gather(successor)
+        if successor is not None or self._num_micro_batches == 1:
+            self._parameters.pop(unit, None)
+        return None if self._shares_memory else successor
 
     def _gather(self, unit: int) -> None:
         flats = [flat for flat, planned in zip(self._gathered, self._plan.flats, strict=True) if planned.unit == unit]
