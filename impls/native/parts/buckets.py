@@ -41,17 +41,25 @@ class BucketPlan:
         return self.segments[-1].stop if self.segments else 0
 
 
-def plan_buckets(parameters: Sequence[LogicalParameter], capacity_bytes: int) -> tuple[BucketPlan, ...]:
+def plan_buckets(
+    parameters: Sequence[LogicalParameter], capacity_bytes: int, *, least_bytes: int | None = None
+) -> tuple[BucketPlan, ...]:
     """Fills buckets in the given order, each with one dtype and at most `capacity_bytes`; a larger parameter gets one
-    of its own. ValueError for a capacity below one byte."""
+    of its own. With `least_bytes` the last buckets get smaller and smaller, down to that: of each, little is left to
+    wait for, or to find room for, when backward ends. ValueError for a capacity below one byte."""
     if capacity_bytes < 1:
         raise ValueError(f"bucket capacity must be at least 1 byte, got {capacity_bytes}")
     filling: dict[torch.dtype, list[LogicalParameter]] = {}
     full: list[list[LogicalParameter]] = []
+    bytes_left = sum(parameter.num_bytes for parameter in parameters)
+    limit = _limit(bytes_left, capacity_bytes, least_bytes)
     for parameter in parameters:
         bucket = filling.setdefault(parameter.dtype, [])
-        if bucket and sum(p.num_bytes for p in bucket) + parameter.num_bytes > capacity_bytes:
+        filled = sum(p.num_bytes for p in bucket)
+        if bucket and filled + parameter.num_bytes > limit:
             full.append(bucket)
+            bytes_left -= filled
+            limit = _limit(bytes_left, capacity_bytes, least_bytes)
             bucket = filling[parameter.dtype] = []
         bucket.append(parameter)
     full += filling.values()
@@ -59,6 +67,13 @@ def plan_buckets(parameters: Sequence[LogicalParameter], capacity_bytes: int) ->
     position = {parameter.name: index for index, parameter in enumerate(parameters)}
     full.sort(key=lambda bucket: position[bucket[-1].name])
     return tuple(_lay_out(bucket) for bucket in full)
+
+
+def _limit(bytes_left: int, capacity_bytes: int, least_bytes: int | None) -> int:
+    """Of the next bucket, where `bytes_left` are in none yet."""
+    if least_bytes is None:
+        return capacity_bytes
+    return min(capacity_bytes, max(least_bytes, bytes_left // 2))
 
 
 def _lay_out(bucket: Sequence[LogicalParameter]) -> BucketPlan:

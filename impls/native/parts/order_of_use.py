@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from harness.parameters import LogicalParameter
 from harness.workload import Workload
+from impls.native.parts.tensors_in_use import Operations, names_by_storage, tensors_in
 
 
 def order_of_use(workload: Workload, data_degree: int) -> list[str]:
-    """Names of all parameters, in the order in which the modules that own them are entered; the same on every rank,
-    since all of them look at the first data rank's share, which may differ in shape from their own.
+    """Names of all parameters, in the order in which the operations of a forward pass first touch them; the same on
+    every rank, since all of them look at the first data rank's share, which may differ in shape from their own.
 
     A forward pass of another model on the meta device, which computes nothing, finds it; what the pass does not reach
     is left out, and so is everything of a model that cannot be built or run there (its control flow depends on values).
@@ -48,23 +49,23 @@ def forward_without_values(model: nn.Module, inputs: Tensor) -> Any:
 def in_order_of_use(
     workload: Workload, data_degree: int, parameters: Iterable[LogicalParameter]
 ) -> list[LogicalParameter]:
-    """`parameters` in that order; what no forward reaches comes last, in its own."""
+    """`parameters` in that order; what no forward reaches comes first, in its own: nothing waits for it then, where
+    buckets are filled from the other end."""
     by_name = {parameter.name: parameter for parameter in parameters}
-    order = [*order_of_use(workload, data_degree), *by_name]
-    return [by_name[name] for name in dict.fromkeys(order) if name in by_name]
+    order = order_of_use(workload, data_degree)
+    reached = set(order)
+    return [by_name[name] for name in (*(n for n in by_name if n not in reached), *order) if name in by_name]
 
 
 def _traced(workload: Workload, inputs: Tensor) -> list[str]:
     model = in_compute_precision(workload, workload.model_without_memory())
-    registered = {parameter: name for name, parameter in model.named_parameters()}  # a tied one under its first name
-    owned = {module: [registered[p] for p in module.parameters(recurse=False)] for module in model.modules()}
-    entered: dict[str, None] = {}
+    names = names_by_storage(model, [name for name, _ in model.named_parameters()])  # a tied one under its first name
+    touched: dict[str, None] = {}
 
-    def note(module: nn.Module, _: object) -> None:
-        entered.update(dict.fromkeys(owned[module]))
+    def note(value: object) -> None:
+        for tensor in tensors_in(value):
+            touched.update(dict.fromkeys(names.get(tensor.untyped_storage()._cdata, ())))
 
-    for module, names in owned.items():
-        if names:
-            module.register_forward_pre_hook(note)
-    forward_without_values(model, inputs)
-    return list(entered)
+    with Operations(note):
+        forward_without_values(model, inputs)
+    return list(touched)

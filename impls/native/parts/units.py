@@ -13,18 +13,18 @@ of ZeRO-3 (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.parameters import LogicalParameter, logical_parameters
 from harness.workload import Workload
 from impls.native.parts.order_of_use import first_inputs, forward_without_values, in_compute_precision
+from impls.native.parts.tensors_in_use import Operations, names_by_storage, tensors_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,22 +132,19 @@ class _Trace:
         self.num_entries: Counter[nn.Module] = Counter()  # in order of first entry
         self._model = model
         self._active: list[nn.Module] = []
-        self._names_by_storage: dict[int, list[str]] = {}
-        for parameter in parameters:
-            storage = model.get_parameter(parameter.name).untyped_storage()
-            self._names_by_storage.setdefault(storage._cdata, []).append(parameter.name)
+        self._names_by_storage = names_by_storage(model, [parameter.name for parameter in parameters])
         for block in blocks:
             block.register_forward_pre_hook(self._enter, prepend=True)
             block.register_forward_hook(self._leave, always_call=True)
 
     def run(self, inputs: Tensor) -> None:
-        with _Functions(self.note), _Operations(self.note):
+        with _Functions(self.note), Operations(self.note):
             outputs = forward_without_values(self._model, inputs)
         self.note(outputs)  # the loss uses what the model returns
 
     def note(self, value: object) -> None:
         """Any tensor in `value`, however nested, is used now."""
-        for tensor in _tensors_in(value):
+        for tensor in tensors_in(value):
             for name in self._names_by_storage.get(tensor.untyped_storage()._cdata, ()):
                 self.uses.setdefault(name, set()).add(tuple(self._active))
 
@@ -159,17 +156,6 @@ class _Trace:
         self._active.pop()
 
 
-def _tensors_in(value: object) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif isinstance(value, list | tuple | set | frozenset):
-        for item in value:
-            yield from _tensors_in(item)
-
-
 class _Functions(TorchFunctionMode):
     """Notes what every torch function called from Python is given: attributes of tensors too, and whole functions of
     which no operation need touch the argument."""
@@ -179,17 +165,5 @@ class _Functions(TorchFunctionMode):
         self._note = note
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._note((args, kwargs))
-        return func(*args, **(kwargs or {}))
-
-
-class _Operations(TorchDispatchMode):
-    """Notes what every operation is given: scripted modules run theirs out of Python's sight."""
-
-    def __init__(self, note: Callable[[object], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's own has no annotations
-        self._note = note
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._note((args, kwargs))
         return func(*args, **(kwargs or {}))

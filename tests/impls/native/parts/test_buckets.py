@@ -86,3 +86,11 @@ def test_a_view_starts_at_its_segment_of_a_buffer_that_itself_starts_late() -> N
     late = torch.arange(10.0)[4:]
     view = view_like(late, plan.segments[1], torch.empty(2, 2).t())
     assert view.tolist() == [[6.0, 8.0], [7.0, 9.0]]
+
+
+def test_the_last_buckets_are_smaller() -> None:
+    """Each takes at most half of what is left, down to the least."""
+    parameters = [parameter(f"p{index}", 100) for index in range(16)]
+    plans = plan_buckets(parameters, 1600, least_bytes=400)
+    sizes = [plan.num_elements * 4 for plan in plans]
+    assert sizes == [1600, 1600, 1600, 800, 400, 400]
