@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from harness.data import IGNORE_INDEX, Dataset, shuffled_index
 from harness.parameters import decay_matrices
 from harness.precision import PRECISIONS, Precision
+from harness.tensor_plan import TensorPlanner
 
 OptimizerName = Literal["adamw", "sgd"]
 ScheduleName = Literal["constant", "linear", "cosine"]
@@ -180,7 +181,9 @@ def children_of_sequential(model: nn.Module) -> Sequence[nn.Module]:
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """`model` builds the module with fp32 weights from torch's default generator. `loss` is a sum over valid targets.
-    `blocks` are the units that activation checkpointing recomputes and sharding strategies gather.
+    `blocks` are the units that activation checkpointing recomputes and sharding strategies gather. `tensor_plan` says
+    how tensor parallelism may cut the model; without it only whole models are trained. `chain` yields
+    the model's blocks where each takes what the one before gives, and nothing else: what a pipeline may cut.
 
     `depends_on_chunks` says that a sample's result depends on which samples share its micro-batch or on the order of
     random numbers (local BatchNorm, dropout): the reference then replays the very chunks of the data ranks.
@@ -196,6 +199,8 @@ class Workload:
     count: Callable[[Tensor], int] = count_targets
     decays: Callable[[str, Tensor], bool] = decay_matrices
     blocks: Callable[[nn.Module], Sequence[nn.Module]] = children_of_sequential
+    tensor_plan: TensorPlanner | None = None
+    chain: Callable[[nn.Module], Sequence[nn.Module]] | None = None
     unit: Literal["tokens", "samples"] = "tokens"
     uses_random_numbers: bool = False
     depends_on_chunks: bool = False

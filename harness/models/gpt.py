@@ -17,7 +17,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from harness.datasets import STANDARD_LIBRARY, open_text
 from harness.models._options import check_boolean, check_choice, check_positive_integers
-from harness.workload import Training, Workload
+from harness.tensor_plan import ColumnParallel, RowParallel, TensorPlan, VocabularyParallel
+from harness.workload import Training, Workload, children_of_sequential
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,19 +78,19 @@ class Embedding(nn.Module):
 class Attention(nn.Module):
     def __init__(self, shape: Shape, dropout: float) -> None:
         super().__init__()
-        self.num_heads = shape.num_heads
+        self.head_width = shape.width // shape.num_heads
         self.attention_dropout = dropout
         self.query_key_value = nn.Linear(shape.width, 3 * shape.width)
         self.projection = nn.Linear(shape.width, shape.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        samples, length, width = x.shape
-        # (samples, length, 3 * width) -> three of (samples, heads, length, width / heads)
-        heads = self.query_key_value(x).view(samples, length, 3, self.num_heads, width // self.num_heads)
+        samples, length, _ = x.shape
+        # (samples, length, 3 * width) -> three of (samples, heads, length, head width); a slice has fewer heads
+        heads = self.query_key_value(x).view(samples, length, 3, -1, self.head_width)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         dropout = self.attention_dropout if self.training else 0.0
         mixed = scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-        projected: Tensor = self.projection(mixed.transpose(1, 2).reshape(samples, length, width))
+        projected: Tensor = self.projection(mixed.transpose(1, 2).reshape(samples, length, -1))
         return projected
 
 
@@ -142,6 +143,19 @@ def decoder(shape: Shape, *, tied: bool = False, dropout: float = 0.0) -> nn.Seq
     return model
 
 
+def tensor_plan(shape: Shape) -> TensorPlan:
+    """Attention by heads, the perceptron by its inner width, embedding and head by the vocabulary."""
+    head_width = shape.width // shape.num_heads
+    return {
+        "embedding.token": VocabularyParallel(),
+        "block*.attention.query_key_value": ColumnParallel(unit=head_width, parts=3),
+        "block*.attention.projection": RowParallel(unit=head_width),
+        "block*.perceptron.expansion": ColumnParallel(),
+        "block*.perceptron.projection": RowParallel(),
+        "head.vocabulary": VocabularyParallel(),
+    }
+
+
 def initialise(model: nn.Module, shape: Shape) -> None:
     """As GPT-2: normal weights, those that write to the residual stream smaller by sqrt(2 * layers). The deviation,
     sqrt(2 / (5 * width)) (Nguyen and Salazar 2019), is GPT-2's 0.02 at its width and lets narrow models attend too.
@@ -183,6 +197,8 @@ def workload(
         model=lambda: decoder(shape, tied=tied, dropout=dropout),
         dataset=open_text(text, sequence_length=shape.sequence_length, vocabulary_size=shape.vocabulary_size),
         training=training,
+        tensor_plan=lambda model: tensor_plan(shape),
+        chain=children_of_sequential,
         uses_random_numbers=dropout > 0,
         depends_on_chunks=dropout > 0,
         flops_per_unit=shape.flops_per_token,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from harness.datasets import STANDARD_LIBRARY, open_text
 from harness.models._options import check_boolean, check_choice
+from harness.tensor_plan import TensorPlan, from_transformers, under
 from harness.workload import Training, Workload
 
 # In the names of transformers' LlamaConfig.
@@ -73,6 +74,12 @@ def decoder_layers(model: nn.Module) -> Sequence[nn.Module]:
     return list(causal.model.layers)
 
 
+def tensor_plan(model: nn.Module) -> TensorPlan:
+    """transformers' own."""
+    causal: Any = model.causal
+    return under("causal", from_transformers(causal))
+
+
 def flops_per_token(sizes: dict[str, int]) -> float:
     """Forward and backward: 6 a matrix weight, and 12 * layers * width * sequence length for attention (Chowdhery et
     al. 2022, appendix B)."""
@@ -103,5 +110,6 @@ def workload(
         dataset=open_text(text, sequence_length=sizes["max_position_embeddings"], vocabulary_size=sizes["vocab_size"]),
         training=training,
         blocks=decoder_layers,
+        tensor_plan=tensor_plan,
         flops_per_unit=flops_per_token(sizes),
     )

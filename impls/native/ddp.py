@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,6 @@ from harness.parameters import (
     MemoryCategory,
     all_reduce_wire_bytes,
     broadcast_wire_bytes,
-    logical_parameters,
     replicated_state_bytes,
 )
 from harness.workload import Batch, Workload
@@ -35,11 +34,11 @@ from impls.native.parts.bucket_sums import BucketSums, OwnShares, Piece, Process
 from impls.native.parts.buckets import BucketPlan, plan_buckets, refuse_sparse_gradients
 from impls.native.parts.buffer_broadcasts import BufferBroadcasts
 from impls.native.parts.collectives import parameter_server_all_reduce, ring_all_reduce
-from impls.native.parts.direct_gradients import Place, TrainingTask, prepare_dry_run, write_directly
+from impls.native.parts.direct_gradients import Place, TrainingTask, prepare_dry_run
 from impls.native.parts.flat_memory import copy_into
 from impls.native.parts.gradient_bucket import GradientBucket
-from impls.native.parts.kept_views import KeptViews
 from impls.native.parts.order_of_use import in_order_of_use
+from impls.native.parts.rank_model import Kind, RankModel
 from impls.native.parts.shared_memory import Transport
 from impls.native.parts.synchronised_batch_norm import summed_bytes, synchronise_batch_norm
 
@@ -57,6 +56,7 @@ class NativeDataParallel(Implementation):
     """
 
     strategy = "data_parallel"
+    whose: ClassVar[str] = "native.ddp"  # in messages
 
     @classmethod
     def unsupported(
@@ -121,28 +121,28 @@ class NativeDataParallel(Implementation):
             ("transport", transport, get_args(Transport)),
         ):
             if value not in choices:
-                raise ValueError(f"native.ddp: {name} must be one of {', '.join(choices)}, got {value!r}")
+                raise ValueError(f"{self.whose}: {name} must be one of {', '.join(choices)}, got {value!r}")
         if reason := self.refused_options({"bucket_bytes": bucket_bytes, "small_bytes": small_bytes}):
-            raise ValueError(f"native.ddp: {reason}")
+            raise ValueError(f"{self.whose}: {reason}")
         self.workload = workload
         self.device = device
         self.transport_fallback = shared_memory.why_not(mesh, device) if transport == "shared_memory" else None
         self.transport = "process_group" if self.transport_fallback else transport
         self.group = mesh.group("data")
-        self.module = workload.build_model().to(device)
-        refuse_sparse_gradients(self.module, "native.ddp")
-        self._kept_views = KeptViews(self.module, "native.ddp")
+        self.model = self._make_model(workload, layout, mesh, device)
+        self.module = self.model.module
+        refuse_sparse_gradients(self.module, self.whose)
         self.parameters = dict(self.module.named_parameters())
         self.buffers = BufferBroadcasts(self.module, self.group)
         # Not with sums that are sent and received on another thread: one group takes one order of operations.
         self._buffers_go_along = self.transport == "shared_memory" or reduction in ("all_reduce", "none")
         self.num_updates = 0
 
-        trained = [p for p in logical_parameters(self.module, workload.decays) if p.trainable]
+        trained = [p for p in self.model.parameters if p.trainable]
         used = in_order_of_use(workload, layout.data, trained)
         if workload.synchronise_batch_norm:
             synchronise_batch_norm(self.module, mesh.group("data", lane=1))
-        plans = plan_buckets(used[::-1], bucket_bytes)
+        plans = plan_buckets(used[::-1], bucket_bytes, self.model.kind)
         self.sums = self._make_sums(plans, mesh, device, reduction)
         self.buckets = [
             GradientBucket(plan, self.parameters, self.sums.own(index), workload, device, small_bytes=small_bytes)
@@ -157,7 +157,7 @@ class NativeDataParallel(Implementation):
                 # Of the last bucket all is there when backward ends: nobody needs to look out for the small ones.
                 if not (is_last and name in bucket.small):
                     self._watch(index, name)
-        self._training_task: TrainingTask | None = None
+        self._training_task = TrainingTask()
         places = {
             name: Place(view, partial(self._claim, index, name))
             for index, bucket in enumerate(self.buckets)
@@ -165,31 +165,23 @@ class NativeDataParallel(Implementation):
             if name not in bucket.small
         }
         if direct_gradients and places:
-            self._training_task = TrainingTask()
-            write_directly(self.module, places, self._training_task)
+            self.model.write_directly(places, self._training_task)
 
     def train_step(self, batch: Batch) -> StepOutput:
-        loss_sum, num_tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0
         self._next_to_reduce = 0
         if not self.num_updates:
             self._check_parameters()
         for bucket in self.buckets:
             bucket.start_step()
-        for index, micro_batch in enumerate(batch.micro_batches):
+
+        def begin_micro_batch(index: int) -> None:
             self._is_last_micro_batch = index == len(batch.micro_batches) - 1
-            with phase("forward"):
-                loss = self.workload.loss_sum(self.module, micro_batch)
-                objective = loss / batch.global_num_tokens
-            if not self.num_updates:
-                self._kept_views.check()
-            with phase("backward"):
-                if self._training_task is not None:
-                    self._training_task.starts_at(objective)
-                objective.backward()
-                for bucket_index in range(self._next_to_reduce, len(self.buckets)):
-                    self._gather(bucket_index)
-            loss_sum += loss.detach()
-            num_tokens += micro_batch.num_tokens
+
+        def end_backward() -> None:
+            for bucket_index in range(self._next_to_reduce, len(self.buckets)):
+                self._gather(bucket_index)
+
+        loss_sum, num_tokens = self.model.forward_backward(batch, self._training_task, begin_micro_batch, end_backward)
         with phase("reduce"):
             while self._next_to_reduce < len(self.buckets):
                 self._reduce_next()
@@ -215,9 +207,9 @@ class NativeDataParallel(Implementation):
         for index, bucket in enumerate(self.buckets):
             bucket.take(self.sums.wait(index))
             bucket.update(learning_rate)
-            if self.tracks_gradient_norm:
+            if self.tracks_gradient_norm and self._counts(bucket):
                 squares += [piece.values for piece in bucket.pieces if piece.values.numel()]
-        norm = global_norm(squares) if self.tracks_gradient_norm else None
+        norm = self.model.norm_over_slices(global_norm(squares)) if self.tracks_gradient_norm else None
         for index in range(len(self.buckets)):
             self.sums.release(index)
         self.num_updates += 1
@@ -230,7 +222,8 @@ class NativeDataParallel(Implementation):
             bucket.take(self.sums.wait(index))
             self.sums.collect(index)
             bucket.pieces = [Piece(0, bucket.gradients.numel(), bucket.gradients)]
-        norm = global_norm([bucket.gradients for bucket in self.buckets if bucket.gradients.numel()])
+        counted = [b.gradients for b in self.buckets if b.gradients.numel() and self._counts(b)]
+        norm = self.model.norm_over_slices(global_norm(counted))
         if training.skip_nonfinite and not bool(torch.isfinite(norm)):
             return norm, True
         scale = None if training.clip_norm is None else 1.0 / clip_coefficient(norm, training.clip_norm)
@@ -247,17 +240,17 @@ class NativeDataParallel(Implementation):
                 self.sums.collect(index)
             full.update(bucket.whole_gradients())
         dist.barrier(group=self.group)  # nobody writes new gradients while another still reads these
-        return full
+        return self.model.whole(full)
 
     def full_parameters(self) -> dict[str, Tensor]:
         self._check_parameters()
         full = {name: parameter.detach().cpu().clone() for name, parameter in self.parameters.items()}
         for bucket in self.buckets:
             full.update(bucket.whole_parameters())
-        return full
+        return self.model.whole(full)
 
     def facts(self) -> Mapping[str, str]:
-        facts = {"transport": self.transport, "num_buckets": str(len(self.buckets))}
+        facts = {"transport": self.transport, "num_buckets": str(len(self.buckets)), **self.model.facts()}
         return facts | ({"transport_fallback": self.transport_fallback} if self.transport_fallback else {})
 
     def replicated_tensors(self) -> Iterable[Tensor]:
@@ -271,6 +264,7 @@ class NativeDataParallel(Implementation):
             "parameters": self.module.parameters(),
             "gradients": [bucket.gradients for bucket in self.buckets],
             "optimizer_states": [tensor for bucket in self.buckets for tensor in bucket.optimizer.state_tensors()],
+            "communication_buffers": self.model.communication_buffers(),
         }
 
     def close(self) -> None:
@@ -279,6 +273,11 @@ class NativeDataParallel(Implementation):
         for hook in self._hooks:
             hook.remove()
         self.sums.close()
+        self.model.close()
+
+    def _make_model(self, workload: Workload, layout: Layout, mesh: Mesh, device: torch.device) -> RankModel:
+        """What this rank trains; a strategy that cuts the model puts its slice here."""
+        return RankModel(workload, device, self.whose)
 
     def _make_sums(
         self, plans: Sequence[BucketPlan], mesh: Mesh, device: torch.device, reduction: Reduction
@@ -290,7 +289,7 @@ class NativeDataParallel(Implementation):
             return SharedMemorySums(
                 shared_memory.SharedBuffers(shapes, self.group, timeout_seconds=timeout, observer=mesh.observer)
             )
-        if reduction == "none":
+        if reduction == "none" or self.group.size() == 1:
             return OwnShares(shapes, self.group, device)
         composed = {"ring": ring_all_reduce, "parameter_server": parameter_server_all_reduce}.get(reduction)
         return ProcessGroupSums(shapes, self.group, device, composed)
@@ -301,7 +300,7 @@ class NativeDataParallel(Implementation):
         for bucket in self.buckets:
             if (name := bucket.replaced(current)) is not None:
                 raise RuntimeError(
-                    f"parameter {name} was replaced after native.ddp took it over: it is no longer the tensor that "
+                    f"parameter {name} was replaced after {self.whose} took it over: it is no longer the tensor that "
                     f"is reduced and stepped"
                 )
 
@@ -339,7 +338,7 @@ class NativeDataParallel(Implementation):
 
     def _refuse_late(self, index: int, name: str) -> None:
         if index < self._next_to_reduce:
-            raise RuntimeError(f"native.ddp: {name} got a further gradient after its bucket's reduction had begun")
+            raise RuntimeError(f"{self.whose}: {name} got a further gradient after its bucket's reduction had begun")
 
     def _gather(self, index: int) -> None:
         bucket = self.buckets[index]
@@ -352,5 +351,15 @@ class NativeDataParallel(Implementation):
         index = self._next_to_reduce
         self._next_to_reduce += 1
         self._gather(index)
-        self.buckets[index].mark_unused()
+        bucket = self.buckets[index]
+        bucket.mark_unused()
+        if self._kind(bucket) == "partial":
+            self.model.sum_partial(bucket.gradients)
         self.sums.start(index)
+
+    def _kind(self, bucket: GradientBucket) -> Kind:
+        """Of its parameters, which are of one kind."""
+        return self.model.kind(next(iter(bucket.parameters)))
+
+    def _counts(self, bucket: GradientBucket) -> bool:
+        return self.model.counts(self._kind(bucket))

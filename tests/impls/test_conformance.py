@@ -42,19 +42,35 @@ _SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"stage": 3, "transport": "shared_memory"},
         {"stage": 3, "reshard_after_forward": False, "bucket_bytes": 1000, "direct_gradients": False},
     ],
+    "native.tensor": [
+        {},
+        {"transport": "shared_memory"},
+        {"sequence_parallel": True, "direct_gradients": False},
+        {"sequence_parallel": True, "transport": "shared_memory"},
+    ],
+    "native.pipeline": [
+        {},
+        {"schedule": "gpipe", "partition": "uniform"},
+        {"schedule": "zero_bubble"},
+        {"schedule": "interleaved_1f1b", "chunks": 2, "direct_gradients": False},
+    ],
     "torch.ddp": [{}, {"find_unused_parameters": True}],
     "torch.fsdp": [{}, {"reshard_after_forward": False}],
 }
 _NOT_TRAINING = {"native.floor"}  # exchanges nothing, by design
 _WORLDS = [Layout(data=size) for size in (1, 2, 3, 4)]
 _HYBRIDS = [Layout(data=2, shard=1), Layout(data=4, shard=2), Layout(data=3, shard=1), Layout(data=4, shard=1)]
+_SLICES = [Layout(**{axis: size}) for axis in ("tensor", "pipeline") for size in (2, 3, 4)]
 _ALL = [
     (name, options)
     for name in implementation.names()
     if name not in _NOT_TRAINING
     for options in _SETTINGS.get(name, [{}])
 ]
-_WAYS_TO_THE_SAME = ("transport", "reduction", "bucket_bytes", "reshard_after_forward", "find_unused_parameters")
+_WAYS_TO_THE_SAME = (
+    *("transport", "reduction", "bucket_bytes", "reshard_after_forward", "find_unused_parameters"),
+    *("sequence_parallel", "schedule"),
+)
 
 
 def supported_layouts(name: str, options: dict[str, Any], kind: str) -> list[Layout]:
@@ -62,7 +78,11 @@ def supported_layouts(name: str, options: dict[str, Any], kind: str) -> list[Lay
     workload = in_precision(models.load(f"awkward:kind={kind}"), precision_of(kind))
     loaded = implementation.load(name)
     device = torch.device("cpu")
-    return [layout for layout in [*_WORLDS, *_HYBRIDS] if not loaded.unsupported(workload, layout, device, options)]
+    return [
+        layout
+        for layout in [*_WORLDS, *_HYBRIDS, *_SLICES]
+        if not loaded.unsupported(workload, layout, device, options)
+    ]
 
 
 def precision_of(kind: str) -> str:
@@ -84,11 +104,12 @@ def check(worlds: Worlds, name: str, options: dict[str, Any], kind: str, layout:
 
 
 def everyday() -> Iterator[Any]:
-    """Every strategy on every workload, and every other way to it on every third one, on one layout each: neighbours
-    get different ones, and over the workloads each of our own settings meets them all."""
+    """Every strategy of ours on every workload, every other way to it on every third one, peers on every second one, on
+    one layout each: neighbours get different ones, and over the workloads each of our own settings meets them all."""
     for number, (name, options) in enumerate(_ALL):
         is_variant = any(option in options for option in _WAYS_TO_THE_SAME)
-        chosen = [kind for place, kind in enumerate(KINDS) if not (is_variant and (number + place) % 3)]
+        turns = 3 if is_variant else 1 if name.startswith("native.") else 2
+        chosen = [kind for place, kind in enumerate(KINDS) if not (number + place) % turns]
         for turn, kind in enumerate(chosen, start=number):
             yield pytest.param(name, options, kind, turn, id=f"{name}-{options}-{kind}")
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from harness.models import gpt
 from harness.models.awkward.samples import token_samples
-from harness.workload import Training, Workload
+from harness.workload import Training, Workload, children_of_sequential
 
 VOCABULARY_SIZE = 32
 LENGTH = 8
@@ -41,7 +41,8 @@ def small_gpt(
         model=model,
         dataset=token_samples(vocabulary_size, LENGTH, num_valid),
         training=training,
+        chain=children_of_sequential,
+        **{"tensor_plan": lambda model: gpt.tensor_plan(shape), **fields},
         uses_random_numbers=dropout > 0,
         depends_on_chunks=dropout > 0,
-        **fields,
     )

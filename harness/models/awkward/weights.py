@@ -8,6 +8,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from harness.models.awkward.samples import feature_samples, image_samples, squared_error_sum
 from harness.models.awkward.small_gpt import small_gpt
+from harness.tensor_plan import ColumnParallel, RowParallel, VocabularyParallel
 from harness.workload import Training, Workload
 
 STRONG_DECAY = 0.5
@@ -104,14 +105,13 @@ def decay_groups() -> Workload:
     return small_gpt(training, decays=lambda name, parameter: ".perceptron." in name)
 
 
-class GroupedQueryBlock(nn.Module):
+class GroupedQueryAttention(nn.Module):
     """Four query heads of width 4 over two key and value heads, with RMSNorm on queries and keys (one gain a head
     element, shared by all heads)."""
 
-    def __init__(self, width: int = 16, num_heads: int = 4, num_key_value_heads: int = 2) -> None:
+    def __init__(self, width: int, num_heads: int, num_key_value_heads: int) -> None:
         super().__init__()
         self.head_width = width // num_heads
-        self.norm = nn.RMSNorm(width, eps=1e-6)
         self.query = nn.Linear(width, width)
         self.key = nn.Linear(width, num_key_value_heads * self.head_width)
         self.value = nn.Linear(width, num_key_value_heads * self.head_width)
@@ -119,18 +119,28 @@ class GroupedQueryBlock(nn.Module):
         self.key_norm = nn.RMSNorm(self.head_width, eps=1e-6)
         self.projection = nn.Linear(width, width)
 
-    def forward(self, x: Tensor) -> Tensor:  # (samples, length, width), in and out
-        normed = self.norm(x)
+    def forward(self, x: Tensor) -> Tensor:
         # each (samples, heads, length, head width)
         query, key, value = (
-            layer(normed).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            layer(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
         )
         mixed = scaled_dot_product_attention(
             self.query_norm(query), self.key_norm(key), value, is_causal=True, enable_gqa=True
         )
         projected: Tensor = self.projection(mixed.transpose(1, 2).flatten(2))
-        return x + projected
+        return projected
+
+
+class GroupedQueryBlock(nn.Module):
+    def __init__(self, width: int = 16, num_heads: int = 4, num_key_value_heads: int = 2) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width, eps=1e-6)
+        self.attention = GroupedQueryAttention(width, num_heads, num_key_value_heads)
+
+    def forward(self, x: Tensor) -> Tensor:  # (samples, length, width), in and out
+        attended: Tensor = x + self.attention(self.norm(x))
+        return attended
 
 
 def gqa() -> Workload:
@@ -141,7 +151,15 @@ def gqa() -> Workload:
             setattr(model, name, GroupedQueryBlock())
         disturb_vectors(model)
 
-    return small_gpt(Training(global_batch_size=8, num_micro_batches=2, clip_norm=0.5), change=change)
+    heads = ColumnParallel(unit=4)
+    plan = {
+        "embedding.token": VocabularyParallel(),
+        **{f"block*.attention.{name}": heads for name in ("query", "key", "value")},
+        "block*.attention.projection": RowParallel(unit=4),
+        "head.vocabulary": VocabularyParallel(),
+    }
+    training = Training(global_batch_size=8, num_micro_batches=2, clip_norm=0.5)
+    return small_gpt(training, change=change, tensor_plan=lambda model: plan)
 
 
 class Transposed(nn.Module):

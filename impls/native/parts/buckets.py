@@ -9,7 +9,7 @@ No padding anywhere: a bucket holds exactly its parameters' elements, so bytes o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,25 +42,31 @@ class BucketPlan:
 
 
 def plan_buckets(
-    parameters: Sequence[LogicalParameter], capacity_bytes: int, *, least_bytes: int | None = None
+    parameters: Sequence[LogicalParameter],
+    capacity_bytes: int,
+    kind: Callable[[str], object] = lambda name: None,
+    *,
+    least_bytes: int | None = None,
 ) -> tuple[BucketPlan, ...]:
-    """Fills buckets in the given order, each with one dtype and at most `capacity_bytes`; a larger parameter gets one
-    of its own. With `least_bytes` the last buckets get smaller and smaller, down to that: of each, little is left to
-    wait for, or to find room for, when backward ends. ValueError for a capacity below one byte."""
+    """Fills buckets in the given order, each with one dtype, one `kind` of parameter by name, and at most
+    `capacity_bytes`; a larger parameter gets one of its own. With `least_bytes` the last buckets get smaller and
+    smaller, down to that: of each, little is left to wait for, or to find room for, when backward ends. ValueError for
+    a capacity below one byte."""
     if capacity_bytes < 1:
         raise ValueError(f"bucket capacity must be at least 1 byte, got {capacity_bytes}")
-    filling: dict[torch.dtype, list[LogicalParameter]] = {}
+    filling: dict[tuple[torch.dtype, object], list[LogicalParameter]] = {}
     full: list[list[LogicalParameter]] = []
     bytes_left = sum(parameter.num_bytes for parameter in parameters)
     limit = _limit(bytes_left, capacity_bytes, least_bytes)
     for parameter in parameters:
-        bucket = filling.setdefault(parameter.dtype, [])
+        alike = parameter.dtype, kind(parameter.name)
+        bucket = filling.setdefault(alike, [])
         filled = sum(p.num_bytes for p in bucket)
         if bucket and filled + parameter.num_bytes > limit:
             full.append(bucket)
             bytes_left -= filled
             limit = _limit(bytes_left, capacity_bytes, least_bytes)
-            bucket = filling[parameter.dtype] = []
+            bucket = filling[alike] = []
         bucket.append(parameter)
     full += filling.values()
     # A bucket is complete when its last parameter is: order by that, so that they complete one after another.

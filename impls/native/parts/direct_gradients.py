@@ -38,10 +38,16 @@ class Place(NamedTuple):
 
 
 class TrainingTask:
-    """Knows autograd's number of the backward pass that trains."""
+    """Knows autograd's number of the backward pass that trains.
+
+    Layers may put the gradients of their weights off, which nobody upstream waits for, while `puts_off` is set: whoever
+    sets it calls `catch_up` later, and before any gradient is read.
+    """
 
     def __init__(self) -> None:
         self._id = -1
+        self.puts_off = False
+        self._put_off: list[Callable[[], None]] = []
 
     def starts_at(self, loss: Tensor) -> None:
         """The next backward pass from `loss` is the one."""
@@ -51,6 +57,19 @@ class TrainingTask:
     def is_running(self) -> bool:
         """Whether the code that asks is called by that pass, and not by one that will be differentiated again."""
         return torch._C._current_graph_task_id() == self._id and not torch.is_grad_enabled()
+
+    def put_off(self, write: Callable[[], None]) -> None:
+        """`write` will write gradients to their places, which are open."""
+        self._put_off.append(write)
+
+    def take_put_off(self) -> list[Callable[[], None]]:
+        """What has been put off since the last time, for whoever does it."""
+        taken, self._put_off = self._put_off, []
+        return taken
+
+    def catch_up(self) -> None:
+        for write in self.take_put_off():
+            write()
 
     def _begin(self, gradient: Tensor) -> None:
         self._id = torch._C._current_graph_task_id()
@@ -125,6 +144,22 @@ def _is_special(inputs: Tensor, *parameters: Tensor | None) -> bool:
     )
 
 
+def write_product(place: Place, transposed: Tensor, inputs: Tensor) -> None:
+    """A weight's gradient (outputs, inputs): `transposed` (outputs, rows) times `inputs` (rows, inputs)."""
+    if place.claim():
+        torch.mm(transposed, inputs, out=place.view)
+    else:
+        place.view.addmm_(transposed, inputs)
+
+
+def write_row_sum(place: Place, rows: Tensor) -> None:
+    """A bias's gradient (outputs,): the sum of `rows` (rows, outputs)."""
+    if place.claim():
+        torch.sum(rows, 0, out=place.view)
+    else:
+        place.view.add_(rows.sum(0))
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -149,18 +184,15 @@ class _Linear(torch.autograd.Function):
         if not (task.is_running() and weight_place.is_open()):
             for_weight = transposed @ flat_inputs if ctx.needs_input_grad[1] else None
             return for_inputs, for_weight, rows.sum(0) if has_bias else None, None
-        if weight_place.claim():
-            torch.mm(transposed, flat_inputs, out=weight_place.view)
+        if task.puts_off:
+            task.put_off(partial(write_product, weight_place, transposed, flat_inputs))
         else:
-            weight_place.view.addmm_(transposed, flat_inputs)
+            write_product(weight_place, transposed, flat_inputs)
         if not has_bias:
             return for_inputs, None, None, None
         if bias_place is None or not bias_place.is_open():
             return for_inputs, None, rows.sum(0), None
-        if bias_place.claim():
-            torch.sum(rows, 0, out=bias_place.view)
-        else:
-            bias_place.view.add_(rows.sum(0))
+        write_row_sum(bias_place, rows)
         return for_inputs, None, None, None
 
 

@@ -73,7 +73,7 @@ class _Extent(NamedTuple):
 
 
 def _extent(tensor: Tensor) -> _Extent:
-    if not tensor.numel() or tensor.layout is not torch.strided:
+    if not tensor.numel() or tensor.layout is not torch.strided or tensor.is_meta:
         return _Extent(0, 0)
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return _Extent(tensor.data_ptr(), tensor.data_ptr() + span * tensor.itemsize)

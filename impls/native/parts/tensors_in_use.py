@@ -33,10 +33,12 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 class Operations(TorchDispatchMode):
     """Notes what every operation is given: scripted modules run theirs out of Python's sight."""
 
-    def __init__(self, note: Callable[[object], None]) -> None:
+    def __init__(self, note: Callable[[object], None], made: Callable[[object], None] = lambda value: None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own has no annotations
-        self._note = note
+        self._note, self._made = note, made
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._note((args, kwargs))
-        return func(*args, **(kwargs or {}))
+        output = func(*args, **(kwargs or {}))
+        self._made(output)
+        return output

@@ -1,0 +1,86 @@
+"""What crosses the border between two stages: the tensors of one micro-batch, and on the way back their gradients.
+
+Both sides know the shapes of each micro-batch beforehand (the plan of the step says them), so that nothing but the
+tensors themselves travels, and micro-batches may differ in shape. What carries no gradient (a mask, indices) travels
+forward only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Border = tuple["TensorShape", ...]
+"""The tensors that cross a border with one micro-batch, in order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorShape:
+    """`carries_gradient` if the stage after sends its gradient back."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    carries_gradient: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorShape:
+        return cls(shape=tuple(tensor.shape), dtype=tensor.dtype, carries_gradient=tensor.requires_grad)
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class Messages:
+    """Sends and receives of one rank along its pipeline. Everything is started without waiting; `arrived` waits for
+    what is needed now, `end_step` for what this rank has sent. Tags tell the messages of a step apart, so that their
+    order does not matter; where a library knows no tags (NCCL) it is the order of the schedule that pairs them."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._sends: list[tuple[Any, Tensor]] = []
+        self._receives: dict[tuple[int, int], list[tuple[Any, Tensor]]] = {}
+
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
+        """`tensors` must stay as they are until the step ends; one after another, tags count up from `tag`."""
+        for number, tensor in enumerate(tensors):
+            if tensor.numel():
+                sent = tensor.detach().contiguous()
+                work = dist.isend(sent, group=self._group, group_dst=peer, tag=tag + number)
+                self._sends.append((work, sent))
+
+    def expect(self, shapes: Sequence[TensorShape], peer: int, tag: int) -> None:
+        """Makes room for what will come and starts to receive it; doing it again changes nothing."""
+        if (peer, tag) in self._receives:
+            return
+        received = []
+        for number, shape in enumerate(shapes):
+            tensor = torch.empty(shape.shape, dtype=shape.dtype, device=self._device)
+            work = None
+            if tensor.numel():
+                work = dist.irecv(tensor, group=self._group, group_src=peer, tag=tag + number)
+            received.append((work, tensor))
+        self._receives[peer, tag] = received
+
+    def arrived(self, peer: int, tag: int) -> list[Tensor]:
+        """What was expected, once it is there."""
+        tensors = []
+        for work, tensor in self._receives.pop((peer, tag)):
+            if work is not None:
+                work.wait()
+            tensors.append(tensor)
+        return tensors
+
+    def end_step(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Everything this rank has sent has left."""
+        meanwhile()
+        for work, _ in self._sends:
+            if work is not None:
+                work.wait()
+        self._sends.clear()
+        assert not self._receives, f"expected, but never asked for: {sorted(self._receives)}"

@@ -1,0 +1,158 @@
+"""One rank's stages of a model that is a chain of blocks, and a step through them (parts/pipeline_executor.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from harness.optimizer import norm_over_ranks
+from harness.parameters import logical_parameters
+from harness.workload import Batch, Workload
+from impls.native.parts.direct_gradients import TrainingTask
+from impls.native.parts.pipeline_chain import borders, run_blocks
+from impls.native.parts.pipeline_executor import Executor, StageRun
+from impls.native.parts.pipeline_messages import Border, Messages
+from impls.native.parts.rank_model import Kind, RankModel
+from impls.native.parts.schedules import Schedule
+
+
+class PipelineStages(RankModel):
+    """The stages of the pipeline's `rank`, stage s on rank s modulo their number; `stages` are the blocks of each.
+    Collective over `group`, and over `ties`, whose ranks hold the parameters that several stages use.
+
+    Of the model that is built whole only the stages' own parameters stay.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        whose: str,
+        *,
+        stages: Sequence[range],
+        schedule: Schedule,
+        make_ties: Callable[[Sequence[int]], dist.ProcessGroup | None],
+    ) -> None:
+        assert workload.chain is not None
+        super().__init__(workload, device, whose)
+        self._group, self._rank = group, group.rank()
+        self._schedule = schedule
+        self._actions = schedule.table()[self._rank]
+        blocks = list(workload.chain(self.module))
+        self._blocks = {
+            stage: [blocks[index] for index in of_stage]
+            for stage, of_stage in enumerate(stages)
+            if stage % schedule.num_ranks == self._rank
+        }
+        self._last_blocks = [of_stage.stop - 1 for of_stage in stages]
+        self._borders: dict[tuple[int, ...], tuple[Border, ...]] = {}
+        holders = _holders(self.module, blocks, stages, schedule.num_ranks)
+        self._tied = {name for name, ranks in holders.items() if len(ranks) > 1}
+        self._tie_ranks = sorted({rank for name in self._tied for rank in holders[name]})
+        self._ties = make_ties(self._tie_ranks) if self._tied else None
+        _keep(self.module, {name for name, ranks in holders.items() if self._rank in ranks})
+        self.parameters = logical_parameters(self.module, workload.decays)
+        self._messages = Messages(group, device)
+        self.most_alive = 0
+
+    def kind(self, name: str) -> Kind:
+        return "partial" if name in self._tied else "own"
+
+    def forward_backward(
+        self,
+        batch: Batch,
+        task: TrainingTask,
+        begin_micro_batch: Callable[[int], None],
+        end_backward: Callable[[], None],
+    ) -> tuple[Tensor | None, int]:
+        losses: list[Tensor] = []
+        runs = {stage: self._run_of(stage, batch, losses) for stage in self._blocks}
+        executor = Executor(
+            self._messages,
+            task,
+            rank=self._rank,
+            num_ranks=self._schedule.num_ranks,
+            num_stages=self._schedule.num_stages,
+        )
+        begin_micro_batch(-1)  # nothing is reduced before all are through
+        executor.run(self._actions, runs)
+        end_backward()
+        self.most_alive = executor.most_alive
+        num_tokens = sum(micro_batch.num_tokens for micro_batch in batch.micro_batches)
+        if not losses:
+            return None, num_tokens
+        return torch.stack([loss.detach().double() for loss in losses]).sum(), num_tokens
+
+    def sum_partial(self, gradients: Tensor) -> None:
+        dist.all_reduce(gradients, group=self._ties)
+
+    def counts(self, kind: Kind) -> bool:
+        return kind == "own" or self._rank == self._tie_ranks[0]
+
+    def norm_over_slices(self, own: Tensor) -> Tensor:
+        return norm_over_ranks(own.to(self.device), self._group)
+
+    def whole(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        of_ranks: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(of_ranks, {name: value.cpu() for name, value in values.items()}, group=self._group)
+        found: dict[str, Tensor] = {}
+        for of_rank in of_ranks:
+            found |= {name: value for name, value in of_rank.items() if name not in found}
+        return found
+
+    def close(self) -> None:
+        if self._ties is not None and self._rank in self._tie_ranks:
+            dist.destroy_process_group(self._ties)
+
+    def _run_of(self, stage: int, batch: Batch, losses: list[Tensor]) -> StageRun:
+        of_micro_batches = [self._borders_of(micro_batch.inputs) for micro_batch in batch.micro_batches]
+        is_last = stage == self._schedule.num_stages - 1
+        before = [] if not stage else [found[self._last_blocks[stage - 1]] for found in of_micro_batches]
+        after = [] if is_last else [found[self._last_blocks[stage]] for found in of_micro_batches]
+
+        def forward(index: int, inputs: list[Tensor]) -> list[Tensor]:
+            micro_batch = batch.micro_batches[index]
+            outputs = run_blocks(self._blocks[stage], inputs or [micro_batch.inputs])
+            if not is_last:
+                return outputs
+            whole: Any = outputs[0] if len(outputs) == 1 else tuple(outputs)
+            loss = self.workload.loss(whole, micro_batch.targets)
+            losses.append(loss if micro_batch.num_tokens else loss * 0.0)
+            return [losses[-1] / batch.global_num_tokens]
+
+        return StageRun(forward=forward, inputs=before, outputs=after)
+
+    def _borders_of(self, inputs: Tensor) -> tuple[Border, ...]:
+        shape = tuple(inputs.shape)
+        if shape not in self._borders:
+            self._borders[shape] = borders(self.workload, inputs)
+        return self._borders[shape]
+
+
+def _holders(
+    model: nn.Module, blocks: Sequence[nn.Module], stages: Sequence[range], num_ranks: int
+) -> dict[str, list[int]]:
+    """The ranks whose stages use each parameter, by its first name."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    holders: dict[str, list[int]] = {}
+    for stage, of_stage in enumerate(stages):
+        for index in of_stage:
+            for parameter in blocks[index].parameters():
+                ranks = holders.setdefault(first[id(parameter)], [])
+                if stage % num_ranks not in ranks:
+                    ranks.append(stage % num_ranks)
+    return holders
+
+
+def _keep(model: nn.Module, names: set[str]) -> None:
+    """Lets go of all other parameters."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    for module in model.modules():
+        for kind, parameter in list(module.named_parameters(recurse=False)):
+            if first[id(parameter)] not in names:
+                setattr(module, kind, None)

@@ -1,0 +1,128 @@
+"""Pipeline parallelism: the model's blocks are cut into stages, micro-batches go through them by a schedule
+(parts/schedules.py). Gradients and updates are those of data parallelism over one rank (ddp.py) on this rank's stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from harness.layout import Layout
+from harness.mesh import Mesh
+from harness.parameters import LogicalParameter, MemoryCategory
+from harness.partition import additive, cut
+from harness.workload import Workload
+from impls.native.ddp import NativeDataParallel
+from impls.native.parts.pipeline_chain import SkipConnection, borders
+from impls.native.parts.pipeline_model import PipelineStages
+from impls.native.parts.rank_model import RankModel
+from impls.native.parts.schedules import make
+
+
+class NativePipeline(NativeDataParallel):
+    """`schedule` orders forwards and backwards; `chunks` is the number of stages on each rank, for the interleaved
+    schedule. `partition` says what a stage is to cost: blocks alike, or by their parameters."""
+
+    strategy = "pipeline_parallel"
+    whose: ClassVar[str] = "native.pipeline"
+
+    @classmethod
+    def refused_options(cls, options: Mapping[str, Any]) -> str | None:
+        schedule, chunks = options.get("schedule", "1f1b"), options.get("chunks", 1)
+        try:
+            make(schedule, num_ranks=1, num_micro_batches=1, num_chunks=chunks)
+        except ValueError as error:
+            return str(error)
+        if options.get("partition", "parameters") not in ("uniform", "parameters"):
+            return f"partition must be uniform or parameters, got {options['partition']!r}"
+        return None
+
+    @classmethod
+    def unsupported(
+        cls, workload: Workload, layout: Layout, device: torch.device, options: Mapping[str, Any]
+    ) -> str | None:
+        if (layout.data, layout.tensor) != (1, 1):
+            return f"pipeline parallelism takes a pipeline degree alone, got {layout}; native.hybrid takes several"
+        if workload.chain is None:
+            return f"workload {workload.name} has no chain: it does not say which blocks follow each other"
+        if workload.uses_random_numbers:
+            return "dropout in later stages draws other masks than one process does, so that nothing can be compared"
+        if workload.synchronise_batch_norm or workload.depends_on_chunks:
+            return "what depends on the samples of a micro-batch is not compared yet"
+        num_stages, num_blocks = (
+            layout.pipeline * options.get("chunks", 1),
+            len(workload.chain(_without_memory(workload))),
+        )
+        if num_blocks < num_stages:
+            return f"{num_stages} stages need as many blocks, got the {num_blocks} of {workload.name}"
+        try:
+            borders(workload, workload.batch(0).micro_batches[0].inputs)
+        except SkipConnection as error:
+            return str(error)
+        return None
+
+    @classmethod
+    def predicted_memory(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Mapping[MemoryCategory, int] | None:
+        return None
+
+    @classmethod
+    def predicted_wire_bytes(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> int | None:
+        return None
+
+    def __init__(
+        self,
+        workload: Workload,
+        layout: Layout,
+        mesh: Mesh,
+        device: torch.device,
+        *,
+        schedule: str = "1f1b",
+        chunks: int = 1,
+        partition: str = "parameters",
+        direct_gradients: bool = True,
+    ) -> None:
+        self._schedule = make(
+            schedule,
+            num_ranks=layout.pipeline,
+            num_micro_batches=workload.training.num_micro_batches,
+            num_chunks=chunks,
+        )
+        self._partition = partition
+        super().__init__(workload, layout, mesh, device, direct_gradients=direct_gradients)
+
+    def _make_model(self, workload: Workload, layout: Layout, mesh: Mesh, device: torch.device) -> RankModel:
+        stages = stages_of(workload, self._schedule.num_stages, self._partition)
+        pipeline_ranks = mesh.ranks("pipeline")
+
+        def make_ties(places: Sequence[int]) -> dist.ProcessGroup | None:
+            group: dist.ProcessGroup | None = dist.new_group([pipeline_ranks[place] for place in places])
+            return group
+
+        return PipelineStages(
+            workload,
+            device,
+            mesh.group("pipeline"),
+            self.whose,
+            stages=stages,
+            schedule=self._schedule,
+            make_ties=make_ties,
+        )
+
+
+def stages_of(workload: Workload, num_stages: int, partition: str) -> tuple[range, ...]:
+    """The blocks of each stage. ValueError where there are fewer blocks than stages."""
+    assert workload.chain is not None
+    blocks = workload.chain(_without_memory(workload))
+    costs = [1.0 if partition == "uniform" else float(sum(p.numel() for p in block.parameters())) for block in blocks]
+    return cut(len(blocks), num_stages, additive(costs))
+
+
+def _without_memory(workload: Workload) -> torch.nn.Module:
+    return workload.model_without_memory()

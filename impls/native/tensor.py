@@ -1,0 +1,113 @@
+"""Tensor parallelism: each layer of the workload's tensor plan is cut among the ranks, which exchange activations where
+slices meet. Shoeybi et al. 2019, "Megatron-LM"; with `sequence_parallel` what lies between the cut layers is cut along
+the sequence (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models").
+
+    x -> [ column-parallel -> row-parallel ] -> sum -> x + ... -> [ column-parallel -> row-parallel ] -> sum -> ...
+
+Gradients and updates are those of data parallelism over one rank (ddp.py) on this rank's slice (parts/tensor_model.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, get_args
+
+import torch
+
+from harness.layout import Layout
+from harness.mesh import Mesh
+from harness.parameters import LogicalParameter, MemoryCategory, replicated_state_bytes
+from harness.workload import Workload
+from impls.native.ddp import NativeDataParallel
+from impls.native.parts import shared_memory, tensor_model
+from impls.native.parts.rank_model import RankModel
+from impls.native.parts.shared_memory import TIMEOUT_SECONDS, Transport
+from impls.native.parts.tensor_dry_run import TensorCosts, tensor_costs
+from impls.native.parts.tensor_exchange import ProcessGroupExchange, SharedMemoryExchange, TensorExchange
+
+_ACTIVATIONS, _REST = 0, 1  # lanes: what is asked for between steps waits for no activation
+
+
+class NativeTensorParallel(NativeDataParallel):
+    """`transport="shared_memory"` exchanges activations through mapped memory where the ranks of a slice share a
+    machine, and falls back to the process group elsewhere. `sequence_parallel` cuts along the sequence what lies
+    between the cut layers: less memory for activations, as many bytes."""
+
+    strategy = "tensor_parallel"
+    whose: ClassVar[str] = "native.tensor"
+
+    @classmethod
+    def unsupported(
+        cls, workload: Workload, layout: Layout, device: torch.device, options: Mapping[str, Any]
+    ) -> str | None:
+        if (layout.data, layout.pipeline) != (1, 1):
+            return f"tensor parallelism takes a tensor degree alone, got {layout}; native.hybrid takes several"
+        return tensor_model.why_not(workload, layout.tensor)
+
+    @classmethod
+    def predicted_memory(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Mapping[MemoryCategory, int] | None:
+        """Of the first rank, which holds most where the vocabulary does not divide."""
+        costs = _costs(workload, layout, options)
+        if costs is None:
+            return None
+        states = replicated_state_bytes(costs.parameters, workload.precision, workload.training.num_moments)
+        shares_memory = options.get("transport") == "shared_memory"
+        return {**states, "communication_buffers": 2 * costs.largest_bytes if shares_memory else 0}
+
+    @classmethod
+    def predicted_wire_bytes(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> int | None:
+        costs = _costs(workload, layout, options)
+        return None if costs is None else costs.sent_bytes
+
+    def __init__(
+        self,
+        workload: Workload,
+        layout: Layout,
+        mesh: Mesh,
+        device: torch.device,
+        *,
+        transport: Transport = "process_group",
+        sequence_parallel: bool = False,
+        direct_gradients: bool = True,
+    ) -> None:
+        if transport not in get_args(Transport):
+            raise ValueError(
+                f"{self.whose}: transport must be one of {', '.join(get_args(Transport))}, got {transport!r}"
+            )
+        self._sequence_parallel = sequence_parallel
+        self._wants = transport
+        super().__init__(workload, layout, mesh, device, direct_gradients=direct_gradients)
+
+    def facts(self) -> Mapping[str, str]:
+        facts = {**super().facts(), "transport": self._tensor_transport}
+        return facts | ({"transport_fallback": self._fallback} if self._fallback else {})
+
+    def _make_model(self, workload: Workload, layout: Layout, mesh: Mesh, device: torch.device) -> RankModel:
+        self._fallback = shared_memory.why_not(mesh, device, axis="tensor") if self._wants == "shared_memory" else None
+        self._tensor_transport: Transport = "process_group" if self._fallback else self._wants
+        group = mesh.group("tensor", lane=_ACTIVATIONS)
+        exchange: TensorExchange = ProcessGroupExchange(group)
+        if self._tensor_transport == "shared_memory":
+            exchange = SharedMemoryExchange(group, timeout_seconds=TIMEOUT_SECONDS, observer=mesh.observer)
+        return tensor_model.TensorSlice(
+            workload,
+            device,
+            exchange,
+            mesh.group("tensor", lane=_REST),
+            self.whose,
+            cuts_sequence=self._sequence_parallel,
+            data_degree=layout.data,
+        )
+
+
+def _costs(workload: Workload, layout: Layout, options: Mapping[str, Any]) -> TensorCosts | None:
+    return tensor_costs(
+        workload,
+        layout.tensor,
+        data_degree=layout.data,
+        cuts_sequence=options.get("sequence_parallel", False),
+    )

@@ -1,0 +1,44 @@
+"""Plans are checked against the model before anything is cut."""
+
+import pytest
+from torch import nn
+
+from harness import models
+from harness.tensor_plan import ColumnParallel, RowParallel, VocabularyParallel, resolve
+
+
+def model() -> nn.Module:
+    return nn.ModuleDict({"stem": nn.Linear(4, 4), "inner": nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))})
+
+
+def test_the_module_around_a_row_parallel_layer_is_a_region() -> None:
+    plan = resolve(model(), {"inner.0": ColumnParallel(), "inner.1": RowParallel()})
+    assert plan.regions == ("inner",)
+    assert plan.region_of("inner.0") == "inner"
+    assert plan.region_of("stem") is None
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"outer.*": RowParallel()}, r"expected 'outer\.\*' to name a module of the model, it names none"),
+        ({"inner": RowParallel()}, "'inner' is RowParallel, which takes Linear, got Sequential at inner"),
+        ({"inner": VocabularyParallel()}, "takes Linear or Embedding, got Sequential at inner"),
+        ({"stem": ColumnParallel()}, "stem is column-parallel, and no row-parallel layer beside it sums up"),
+    ],
+    ids=str,
+)
+def test_plans_that_do_not_fit_name_the_module(plan: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve(model(), plan)
+
+
+def test_llama_is_planned_by_transformers_own_plan() -> None:
+    workload = models.load("llama:size=tiny")
+    assert workload.tensor_plan is not None
+    built = workload.model_without_memory()
+    plan = resolve(built, workload.tensor_plan(built))
+    assert plan.roles["causal.model.layers.1.self_attn.k_proj"] == ColumnParallel(unit=8)
+    assert plan.roles["causal.model.layers.0.mlp.down_proj"] == RowParallel()
+    assert plan.roles["causal.lm_head"] == plan.roles["causal.model.embed_tokens"] == VocabularyParallel()
+    assert len(plan.regions) == 4

@@ -1,0 +1,132 @@
+"""Chains of blocks for pipelines: masks and several tensors at the borders, a stage that trains nothing, sizes that
+change from one micro-batch to the next, and one that is no chain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from harness.datasets import Tensors
+from harness.workload import Batch, Training, Workload, children_of_sequential
+
+WIDTH = 6
+
+
+class Stem(nn.Module):
+    """Hands on activations, a mask of whole numbers and a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.tanh(self.first(x)), (x > 0).long(), x[:, :1].detach() * 0.5
+
+
+class Middle(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, state: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        x, mask, shift = state
+        return x + torch.tanh(self.inner(x)) * mask + shift, mask, shift
+
+
+class End(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, state: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        x, mask, shift = state
+        output: Tensor = self.last(x * mask) - shift
+        return output
+
+
+class Activations(nn.Module):
+    """Trains nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x)
+
+
+class Remembering(nn.Module):
+    def __init__(self, memory: list[Tensor]) -> None:
+        super().__init__()
+        self.layer, self.memory = nn.Linear(WIDTH, WIDTH), memory
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.memory[:] = [self.layer(x)]
+        return torch.tanh(self.memory[0])
+
+
+class Recalling(Remembering):
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x) + self.memory[0]
+        return output
+
+
+@dataclass(frozen=True, kw_only=True)
+class Uneven(Workload):
+    """Sequences of which each micro-batch has others' length."""
+
+    def batch(self, step: int, *, data_rank: int = 0, data_degree: int = 1) -> Batch:
+        whole = super().batch(step, data_rank=data_rank, data_degree=data_degree)
+        lengths = [3 + (step + 2 * index) % 4 for index in range(len(whole.micro_batches))]
+        cut = (
+            replace(micro_batch, inputs=micro_batch.inputs[:, :length], targets=micro_batch.targets[:, :length])
+            for micro_batch, length in zip(whole.micro_batches, lengths, strict=True)
+        )
+        return replace(whole, micro_batches=tuple(cut))
+
+
+def several_tensors(num_micro_batches: int = 3) -> Workload:
+    return _workload(lambda: nn.Sequential(Stem(), Middle(), Middle(), End()), num_micro_batches)
+
+
+def empty_stage(num_micro_batches: int = 2) -> Workload:
+    return _workload(
+        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Activations(), nn.Linear(WIDTH, WIDTH)), num_micro_batches
+    )
+
+
+def frozen_start(num_micro_batches: int = 2) -> Workload:
+    def model() -> nn.Module:
+        made = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        return made.requires_grad_(False).append(nn.Linear(WIDTH, WIDTH))
+
+    return _workload(model, num_micro_batches)
+
+
+def changing_lengths(num_micro_batches: int = 4) -> Workload:
+    made = _workload(
+        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)), num_micro_batches, length=8
+    )
+    return Uneven(**{name: getattr(made, name) for name in made.__dataclass_fields__})
+
+
+def skipping() -> Workload:
+    def model() -> nn.Module:
+        memory: list[Tensor] = []
+        return nn.Sequential(Remembering(memory), nn.Tanh(), Recalling(memory))
+
+    return _workload(model, 2)
+
+
+def _workload(model: Callable[[], nn.Module], num_micro_batches: int, *, length: int | None = None) -> Workload:
+    generator = torch.Generator().manual_seed(3)
+    shape = (64, WIDTH) if length is None else (64, length, WIDTH)
+    inputs, targets = (torch.randn(shape, generator=generator) for _ in range(2))
+    return Workload(
+        name="chains",
+        model=model,
+        dataset=Tensors(inputs, targets),
+        loss=lambda outputs, wanted: (outputs - wanted).square().sum(),
+        training=Training(global_batch_size=8, learning_rate=1e-2, num_micro_batches=num_micro_batches, clip_norm=1.0),
+        unit="samples",
+        chain=children_of_sequential,
+    )

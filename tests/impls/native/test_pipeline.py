@@ -1,0 +1,125 @@
+"""What conformance does not show of native.pipeline: every number of micro-batches, borders of all sorts, bytes from
+point to point, activations in flight, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from harness import models
+from harness.case import Case
+from harness.implementation import load
+from harness.layout import Layout
+from harness.measure import communication
+from tests.conftest import parity_case
+from tests.impls.test_figures import Instrumented, work_of
+
+if TYPE_CHECKING:
+    from tests.conftest import Worlds
+
+CHAINS = Path(__file__).with_name("chains.py")
+SCHEDULES: list[dict[str, Any]] = [
+    {"schedule": "gpipe"},
+    {"schedule": "1f1b"},
+    {"schedule": "interleaved_1f1b", "chunks": 2},
+    {"schedule": "zero_bubble"},
+]
+
+
+@pytest.mark.parametrize("options", SCHEDULES, ids=lambda options: options["schedule"])
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 5, 8])
+def test_any_number_of_micro_batches(worlds: Worlds, options: dict[str, Any], num_micro_batches: int) -> None:
+    """Fewer than stages too; the embedding tied to the head, on the first stage and the last."""
+    text = f"gpt:size=tiny,tied=true,num_micro_batches={num_micro_batches}"
+    parity = worlds.parity(
+        parity_case(text, "native.pipeline", 2, layout=Layout(pipeline=2), options=options, precision="fp64")
+    )
+    assert parity.ok, parity.explanation
+
+
+@pytest.mark.parametrize(
+    ("name", "num_stages", "options"),
+    [
+        ("several_tensors", 2, {}),
+        ("several_tensors", 4, {"schedule": "zero_bubble", "partition": "uniform"}),
+        ("several_tensors", 2, {"schedule": "interleaved_1f1b", "chunks": 2, "partition": "uniform"}),
+        ("empty_stage", 3, {"partition": "uniform"}),
+        ("frozen_start", 3, {"schedule": "gpipe", "partition": "uniform"}),
+        ("changing_lengths", 3, {"partition": "uniform"}),
+        ("changing_lengths", 2, {"schedule": "zero_bubble", "partition": "uniform"}),
+    ],
+)
+def test_borders_of_all_sorts(worlds: Worlds, name: str, num_stages: int, options: dict[str, Any]) -> None:
+    layout = Layout(pipeline=num_stages)
+    case = parity_case(
+        f"{CHAINS}:{name}", "native.pipeline", num_stages, layout=layout, options=options, precision="fp64"
+    )
+    parity = worlds.parity(case)
+    assert parity.ok, parity.explanation
+
+
+@pytest.fixture(scope="module")
+def instrumented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instrumented]:
+    ranks = Instrumented(tmp_path_factory.mktemp("instrumented"))
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.parametrize("options", SCHEDULES, ids=lambda options: options["schedule"])
+def test_bytes_are_one_activation_a_border_each_way(instrumented: Instrumented, options: dict[str, Any]) -> None:
+    case = Case(
+        workload="gpt:size=tiny,num_micro_batches=4",
+        implementation="native.pipeline",
+        layout=Layout(pipeline=2),
+        options=options,
+    )
+    launch = instrumented.adopt(case)
+    launch.command("build")
+    launch.command("time_steps", num_steps=2)
+    answers = launch.command("measure_communication", num_steps=1)
+    sent = communication.summarise([answer["records"] for answer in answers])["communication.bytes_per_step"]
+    one = work_of(case).batch(0).micro_batches[0].inputs.numel() * 32 * 4
+    # With stages 0 and 2 the first rank sends two activations on and one gradient back.
+    sends = {"interleaved_1f1b": 3}.get(options["schedule"], 1)
+    assert sent == 4 * sends * one
+
+
+@pytest.mark.parametrize(
+    ("workload", "layout", "options", "message"),
+    [
+        (
+            f"{CHAINS}:skipping",
+            Layout(pipeline=3),
+            {},
+            "pipeline: 2 uses what 0 has made, past the blocks between them",
+        ),
+        ("gpt:size=tiny", Layout(pipeline=8), {}, "8 stages need as many blocks, got the 4 of gpt"),
+        ("gpt:dropout=0.1", Layout(pipeline=2), {}, "dropout in later stages draws other masks"),
+        ("convnet", Layout(pipeline=2), {}, "workload convnet has no chain"),
+        ("gpt", Layout(pipeline=2, data=2), {}, "pipeline parallelism takes a pipeline degree alone, got"),
+    ],
+    ids=str,
+)
+def test_what_is_no_pipeline_is_refused_before_any_process_starts(
+    workload: str, layout: Layout, options: dict[str, Any], message: str
+) -> None:
+    reason = load("native.pipeline").unsupported(models.load(workload), layout, torch.device("cpu"), options)
+    assert reason is not None
+    assert reason.startswith(message), reason
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "dfs"}, "schedule must be one of gpipe, 1f1b, interleaved_1f1b, zero_bubble, got 'dfs'"),
+        ({"schedule": "1f1b", "chunks": 2}, "1f1b: takes one stage a rank, got num_chunks 2"),
+        ({"partition": "luck"}, "partition must be uniform or parameters, got 'luck'"),
+    ],
+    ids=str,
+)
+def test_options_without_meaning_are_refused(options: dict[str, Any], message: str) -> None:
+    assert load("native.pipeline").refused_options(options) == message
