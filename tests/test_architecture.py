@@ -21,6 +21,9 @@ FOR_IMPLEMENTATIONS = {
     "harness.parameters",
     "harness.precision",
     "harness.optimizer",
+    "harness.data",
+    "harness.tensor_plan",
+    "harness.partition",
 }
 FOR_SUITES = {"harness.case", "harness.layout", "harness.topology", "harness.workload"}
 FOR_DASHBOARDS = {"harness.tracking", "harness.result"}
