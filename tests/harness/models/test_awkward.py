@@ -118,7 +118,7 @@ def test_names_shapes_and_flags_are_as_awkward_as_promised() -> None:
     assert parameters_of("alias")["0.weight"].aliases == ("2.weight", "4.uncalled")
     assert parameters_of("vocabulary")["head.vocabulary.weight"].shape[0] == 51
     assert parameters_of("gqa")["block0.attention.key.weight"].shape == (8, 16)
-    assert parameters_of("gqa")["block0.query.weight"].shape == (16, 16)
+    assert parameters_of("gqa")["block0.attention.query.weight"].shape == (16, 16)
     odd = parameters_of("odd_shapes").values()
     assert {1, 7, 13, 57, 0} <= {p.num_elements for p in odd}
     assert {(), (1,), (0, 13)} <= {p.shape for p in odd}
