@@ -176,6 +176,10 @@ class UnitGathers:
             self._hide(unit)
 
     def _pack(self, tensor: Tensor) -> Tensor | _OfUnit:
+        # Not the tensor itself: what a node has made would refer to the node, and live as long as that.
+        tensor = tensor.detach()
+        if tensor.layout is not torch.strided:
+            return tensor
         slot = self._slot_of_memory.get(tensor.untyped_storage()._cdata)
         return tensor if slot is None else _OfUnit(self._occupants[slot], tensor)
 
