@@ -45,7 +45,7 @@ class NativePipeline(NativeDataParallel):
         cls, workload: Workload, layout: Layout, device: torch.device, options: Mapping[str, Any]
     ) -> str | None:
         if (layout.data, layout.tensor) != (1, 1):
-            return f"pipeline parallelism takes a pipeline degree alone, got {layout}; native.hybrid takes several"
+            return f"pipeline parallelism takes a pipeline degree alone, got {layout}"
         if workload.chain is None:
             return f"workload {workload.name} has no chain: it does not say which blocks follow each other"
         if workload.uses_random_numbers:

@@ -41,7 +41,7 @@ class NativeTensorParallel(NativeDataParallel):
         cls, workload: Workload, layout: Layout, device: torch.device, options: Mapping[str, Any]
     ) -> str | None:
         if (layout.data, layout.pipeline) != (1, 1):
-            return f"tensor parallelism takes a tensor degree alone, got {layout}; native.hybrid takes several"
+            return f"tensor parallelism takes a tensor degree alone, got {layout}"
         return tensor_model.why_not(workload, layout.tensor)
 
     @classmethod

@@ -16,7 +16,9 @@ as NaN: who uses them outside their block's forward sees it at once.
 All nodes of block k were made after those of block k-1 and wait only for later ones: when backward comes to block k-1,
 block k is done. That it has come there three things tell, whichever is first: a gradient at an output, what autograd
 has saved of a parameter is asked for, a parameter has its gradient. An output alone would not do: a loss that a block
-keeps for later (that of a mixture of experts, say) is no output, and autograd turns to it first.
+keeps for later (that of a mixture of experts, say) is no output, and autograd turns to it first. Not noticed is a
+backward that begins by computing a block again (activation checkpointing) before any of the three: parameters read as
+NaN there. Nor are tensors that a model saves under hooks of its own, which take the place of these.
 
 Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"; the triggers are those
 of Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel".
