@@ -52,10 +52,8 @@ class NativePipeline(NativeDataParallel):
             return "dropout in later stages draws other masks than one process does, so that nothing can be compared"
         if workload.synchronise_batch_norm or workload.depends_on_chunks:
             return "what depends on the samples of a micro-batch is not compared yet"
-        num_stages, num_blocks = (
-            layout.pipeline * options.get("chunks", 1),
-            len(workload.chain(_without_memory(workload))),
-        )
+        num_stages = layout.pipeline * options.get("chunks", 1)
+        num_blocks = len(workload.chain(workload.model_without_memory()))
         if num_blocks < num_stages:
             return f"{num_stages} stages need as many blocks, got the {num_blocks} of {workload.name}"
         try:
@@ -68,13 +66,13 @@ class NativePipeline(NativeDataParallel):
     def predicted_memory(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> Mapping[MemoryCategory, int] | None:
-        return None
+        return None  # not those of data parallelism
 
     @classmethod
     def predicted_wire_bytes(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> int | None:
-        return None
+        return None  # not those of data parallelism
 
     def __init__(
         self,
@@ -119,10 +117,6 @@ class NativePipeline(NativeDataParallel):
 def stages_of(workload: Workload, num_stages: int, partition: str) -> tuple[range, ...]:
     """The blocks of each stage. ValueError where there are fewer blocks than stages."""
     assert workload.chain is not None
-    blocks = workload.chain(_without_memory(workload))
+    blocks = workload.chain(workload.model_without_memory())
     costs = [1.0 if partition == "uniform" else float(sum(p.numel() for p in block.parameters())) for block in blocks]
     return cut(len(blocks), num_stages, additive(costs))
-
-
-def _without_memory(workload: Workload) -> torch.nn.Module:
-    return workload.model_without_memory()

@@ -11,8 +11,7 @@ step ends with nothing in flight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,8 +47,8 @@ class _Alive:
 
 
 class Executor:
-    """`num_ranks` ranks share the stages, `rank` is this one's place; `task` is told when layers may put gradients off.
-    `watch` surrounds each action, for whoever measures."""
+    """`num_ranks` ranks share the stages, `rank` is this one's place; `task` is told when layers may put gradients
+    off."""
 
     def __init__(
         self,
@@ -59,12 +58,9 @@ class Executor:
         rank: int,
         num_ranks: int,
         num_stages: int,
-        watch: Callable[[Action], object] | None = None,
     ) -> None:
         self._messages, self._task = messages, task
         self._rank, self._num_ranks, self._num_stages = rank, num_ranks, num_stages
-        self._watch = watch
-        self.most_alive = 0
 
     def run(self, actions: Sequence[Action], stages: Mapping[int, StageRun]) -> None:
         """One step. Collective along the pipeline."""
@@ -72,13 +68,10 @@ class Executor:
         self._alive: dict[tuple[int, int], _Alive] = {}
         self._put_off: dict[tuple[int, int], list[Callable[[], None]]] = {}
         self._local: dict[tuple[Kind, int, int], list[Tensor]] = {}
-        self.most_alive = 0
         for position, action in enumerate(actions):
             for coming in actions[position : position + 1 + _MESSAGES_AHEAD]:
                 self._expect(coming)
-            with self._watched(action):
-                self._carry_out(action)
-            self.most_alive = max(self.most_alive, len(self._alive.keys() | self._put_off.keys()))
+            self._carry_out(action)
         self._messages.end_step()
         assert not self._alive and not self._put_off, "a schedule is checked before it is run"
 
@@ -158,10 +151,3 @@ class Executor:
         """Of the first tensor that comes to `stage`."""
         direction = 0 if kind == Kind.FORWARD else 1
         return ((micro_batch * self._num_stages + stage) * 2 + direction) * _MAX_TENSORS
-
-    @contextmanager
-    def _watched(self, action: Action) -> Iterator[None]:
-        end = self._watch(action) if self._watch is not None else None
-        yield
-        if callable(end):
-            end()

@@ -7,7 +7,7 @@ forward only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,9 +76,8 @@ class Messages:
             tensors.append(tensor)
         return tensors
 
-    def end_step(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+    def end_step(self) -> None:
         """Everything this rank has sent has left."""
-        meanwhile()
         for work, _ in self._sends:
             if work is not None:
                 work.wait()

@@ -58,7 +58,6 @@ class PipelineStages(RankModel):
         _keep(self.module, {name for name, ranks in holders.items() if self._rank in ranks})
         self.parameters = logical_parameters(self.module, workload.decays)
         self._messages = Messages(group, device)
-        self.most_alive = 0
 
     def kind(self, name: str) -> Kind:
         return "partial" if name in self._tied else "own"
@@ -82,7 +81,6 @@ class PipelineStages(RankModel):
         begin_micro_batch(-1)  # nothing is reduced before all are through
         executor.run(self._actions, runs)
         end_backward()
-        self.most_alive = executor.most_alive
         num_tokens = sum(micro_batch.num_tokens for micro_batch in batch.micro_batches)
         if not losses:
             return None, num_tokens

@@ -51,10 +51,10 @@ class Schedule(ABC):
         check(made, self.num_stages, self.num_micro_batches)
         return made
 
-    @abstractmethod
     def bubble(self, backward: float = 2.0, weights: float = 1.0) -> float:
         """By theory, the part of a rank's time in which it waits, where stages are equal, messages take no time, and a
         forward takes 1, a whole backward `backward`, of which `weights` for the weights."""
+        return (self.num_ranks - 1) / (self.num_chunks * self.num_micro_batches + self.num_ranks - 1)
 
 
 class _OneStage(Schedule):
@@ -71,9 +71,6 @@ class GPipe(_OneStage):
         for kind in (Kind.FORWARD, Kind.BACKWARD):
             yield from (Action(rank, kind, micro_batch) for micro_batch in range(self.num_micro_batches))
 
-    def bubble(self, backward: float = 2.0, weights: float = 1.0) -> float:
-        return (self.num_ranks - 1) / (self.num_micro_batches + self.num_ranks - 1)
-
 
 class OneForwardOneBackward(_OneStage):
     """No rank ever holds the activations of more than `num_ranks - rank` micro-batches."""
@@ -87,9 +84,6 @@ class OneForwardOneBackward(_OneStage):
                 yield Action(rank, Kind.FORWARD, micro_batch)
             if micro_batch >= num_ahead:
                 yield Action(rank, Kind.BACKWARD, micro_batch - num_ahead)
-
-    def bubble(self, backward: float = 2.0, weights: float = 1.0) -> float:
-        return (self.num_ranks - 1) / (self.num_micro_batches + self.num_ranks - 1)
 
 
 class InterleavedOneForwardOneBackward(Schedule):
@@ -110,9 +104,6 @@ class InterleavedOneForwardOneBackward(Schedule):
             yield forward
             yield backwards[index]
         yield from backwards[len(forwards) - num_ahead :]
-
-    def bubble(self, backward: float = 2.0, weights: float = 1.0) -> float:
-        return (self.num_ranks - 1) / (self.num_chunks * self.num_micro_batches + self.num_ranks - 1)
 
     def _groups(self) -> list[range]:
         """The micro-batches of each, larger groups first."""
