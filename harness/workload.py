@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from harness.data import IGNORE_INDEX, Dataset, shuffled_index
 from harness.parameters import decay_matrices
 from harness.precision import PRECISIONS, Precision
-from harness.tensor_plan import TensorPlanner
+from harness.tensor_plan import TensorPlanner, check_divides, resolve
 
 OptimizerName = Literal["adamw", "sgd"]
 ScheduleName = Literal["constant", "linear", "cosine"]
@@ -279,6 +279,19 @@ class Workload:
             torch.manual_seed(micro_batch.seed)
         loss = self.loss(model(micro_batch.inputs), micro_batch.targets)
         return loss if micro_batch.num_tokens else loss * 0.0
+
+    def fits_tensor_degree(self, tensor_degree: int) -> str | None:
+        """Why the model cannot be cut among `tensor_degree` ranks, or None."""
+        if self.tensor_plan is None:
+            return f"workload {self.name} has no tensor plan: it does not say which layers to cut, and how"
+        if self.uses_random_numbers and tensor_degree > 1:
+            return "dropout within a cut layer draws other masks than one process does, so that nothing can be compared"
+        model = self.model_without_memory()
+        try:
+            check_divides(model, resolve(model, self.tensor_plan(model)), tensor_degree)
+        except ValueError as error:
+            return str(error)
+        return None
 
     def fits_data_degree(self, data_degree: int) -> str | None:
         """Why the global batch cannot be shared out over `data_degree` ranks, or None."""

@@ -29,7 +29,6 @@ from harness.tensor_plan import (
     ResolvedPlan,
     Role,
     RowParallel,
-    check_divides,
     partial_parameters,
     resolve,
 )
@@ -51,16 +50,7 @@ class TorchTensorParallel(Implementation):
             return f"tensor parallelism takes a tensor degree alone, got {layout}"
         if workload.precision.master is not None:
             return "parallelize_module keeps no fp32 masters"
-        if workload.tensor_plan is None:
-            return f"workload {workload.name} has no tensor plan: it does not say which layers to cut, and how"
-        if workload.uses_random_numbers and layout.tensor > 1:
-            return "dropout within a cut layer draws other masks than one process does, so that nothing can be compared"
-        model = workload.model_without_memory()
-        try:
-            check_divides(model, resolve(model, workload.tensor_plan(model)), layout.tensor)
-        except ValueError as error:
-            return str(error)
-        return None
+        return workload.fits_tensor_degree(layout.tensor)
 
     def __init__(self, workload: Workload, layout: Layout, mesh: Mesh, device: torch.device) -> None:
         self.workload = workload

@@ -199,11 +199,11 @@ def _embed(module: nn.Embedding, layer: CutLayer, indices: Tensor) -> Tensor:
 
 
 def why_not(workload: Workload, degree: int) -> str | None:
-    """Why the workload's model cannot be cut among `degree` ranks, or None."""
-    if workload.tensor_plan is None:
-        return f"workload {workload.name} has no tensor plan: it does not say which layers to cut, and how"
-    if workload.uses_random_numbers and degree > 1:
-        return "dropout within a cut layer draws other masks than one process does, so that nothing can be compared"
+    """Why the workload's model cannot be cut among `degree` ranks, or None: beside what any tensor parallelism refuses,
+    a tied parameter that would be cut in two ways."""
+    if reason := workload.fits_tensor_degree(degree):
+        return reason
+    assert workload.tensor_plan is not None
     model = workload.model_without_memory()
     try:
         cuts_of(model, resolve(model, workload.tensor_plan(model)), degree)
