@@ -79,7 +79,9 @@ class LentInBackward:
             self._reduce_next()
 
     def _come_to(self, unit: int) -> None:
-        """Backward is done with all later units."""
+        """Backward is done with all later units. Of the root unit's gradients, a head's say, that tells nothing."""
+        if unit == 0:
+            return
         while self._next_to_reduce < len(self._flats) and self._plan.flats[self._next_to_reduce].unit > max(unit, 1):
             done = self._plan.flats[self._next_to_reduce].unit
             successor = self._leave(done)

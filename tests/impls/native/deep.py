@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -32,3 +34,23 @@ def stack(depth: int = 4) -> Workload:
         training=Training(global_batch_size=4, learning_rate=1e-2),
         unit="samples",
     )
+
+
+class Headed(nn.Module):
+    """Blocks between layers that belong to none: stage 3 keeps these for the whole micro-batch."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        output: torch.Tensor = self.head(x)
+        return output
+
+
+def headed(depth: int = 8) -> Workload:
+    return replace(stack(depth), model=lambda: Headed(depth), blocks=lambda model: list(model.blocks))

@@ -141,6 +141,15 @@ def test_the_peak_is_the_prediction_within_two_percent(
     assert measured == pytest.approx(foreseen, rel=0.02)
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_head_that_belongs_to_no_block_frees_none_in_the_prediction(
+    instrumented: Instrumented, transport: str
+) -> None:
+    case = make_case(Layout(data=2), STACK.replace(":stack", ":headed"), stage=3, transport=transport)
+    measured, foreseen = peak_and_prediction(instrumented, case)
+    assert measured == pytest.approx(foreseen, rel=0.02)
+
+
 @pytest.mark.parametrize(
     ("stage", "peer", "options"),
     [
