@@ -13,7 +13,7 @@ from harness.data import shuffled_index
 from harness.datasets import Tensors
 from harness.workload import Training, Workload
 
-WIDTH = 6
+WIDTH, SIDE_WIDTH = 6, 29
 Blocks = Callable[[nn.Module], list[nn.Module]]
 
 
@@ -109,6 +109,26 @@ class Normed(nn.Module):
             for layer in self.sometimes:
                 output = output + positive * layer(x)
         return torch.cat([x[:, [0]], torch.tanh(output)[:, 1:]], dim=-1)
+
+
+class WithSide(nn.Module):
+    """Gives out a second output, which the loss does not use, and multiplies by a sparse matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        x = torch.sparse.mm(torch.eye(WIDTH, dtype=x.dtype).to_sparse(), x.t()).t() if not x.is_meta else x
+        return x, torch.softmax(x[:, :1].expand(-1, SIDE_WIDTH) * 1.5, dim=-1)
+
+
+def with_side() -> Workload:
+    return _workload(
+        WithSide, lambda model: list(model.blocks), lambda outputs, wanted: (outputs[0] - wanted).square().sum()
+    )
 
 
 def mixture() -> Workload:

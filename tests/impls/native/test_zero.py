@@ -126,6 +126,13 @@ def test_stage_3_notices_that_backward_has_come_to_a_block(worlds: Worlds, name:
     assert parity.ok, parity.explanation
 
 
+def test_stage_3_keeps_no_graph_that_the_loss_does_not_reach(worlds: Worlds) -> None:
+    """Nor minds that a sparse tensor is saved, which has no storage."""
+    text, scene = f"{HERE / 'odd_blocks.py'}:with_side", f"{SCENES}:KeepsNoGraph"
+    parity = worlds.parity(parity_case(text, scene, 2, options={"stage": 3}, precision="fp64"))
+    assert parity.ok, parity.explanation
+
+
 @pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
 def test_stage_3_refuses_writes_to_parameters(worlds: Worlds, transport: str) -> None:
     text = f"{HERE / 'odd_blocks.py'}:clamped"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from harness.implementation import StepOutput
 from harness.workload import Batch
 from impls.native.zero import NativeShardedOptimizer
+from tests.impls.native.odd_blocks import SIDE_WIDTH
 
 
 class WithoutOverlap(NativeShardedOptimizer):
@@ -51,6 +53,17 @@ class BlocksComeAndGo(NativeShardedOptimizer):
         assert all(bool(torch.isnan(unit.places[0].parameter).all()) for unit in blocks), (
             "a block is there between steps"
         )
+        return output
+
+
+class KeepsNoGraph(NativeShardedOptimizer):
+    """Stage 3: what the loss does not reach of a forward is gone when the step is over."""
+
+    def train_step(self, batch: Batch) -> StepOutput:
+        output = super().train_step(batch)
+        gc.collect()
+        alive = [t for t in gc.get_objects() if type(t) is Tensor and t.shape[-1:] == (SIDE_WIDTH,)]
+        assert not alive, f"{len(alive)} tensors of an output that nobody used"
         return output
 
 
