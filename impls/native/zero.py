@@ -173,6 +173,8 @@ class NativeShardedOptimizer(Implementation):
                 self.memory.placed_units(self.module),
                 self.memory.gathers,
                 reshards=reshard_after_forward,
+                # What is in the root unit stays for the whole micro-batch.
+                watches_saved=len(self.plan.modules) > 1 and not self.plan.transforms_functions,
                 done_in_backward=self._reduce_unit,
             )
         self.memory.remember_parameters()

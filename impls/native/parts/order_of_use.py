@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from harness.parameters import LogicalParameter
 from harness.workload import Workload
-from impls.native.parts.tensors_in_use import Operations, names_by_storage, tensors_in
+from impls.native.parts.tensors_in_use import Operations, names_by_storage, storage_key, tensors_in
 
 
 def order_of_use(workload: Workload, data_degree: int) -> list[str]:
@@ -64,7 +64,7 @@ def _traced(workload: Workload, inputs: Tensor) -> list[str]:
 
     def note(value: object) -> None:
         for tensor in tensors_in(value):
-            touched.update(dict.fromkeys(names.get(tensor.untyped_storage()._cdata, ())))
+            touched.update(dict.fromkeys(names.get(storage_key(tensor), ())))
 
     with Operations(note):
         forward_without_values(model, inputs)

@@ -4,30 +4,54 @@ the parameter as well."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
+def storage_key(tensor: Tensor) -> int:
+    """What all views of the same memory have in common, seen through the wrappers of torch.func."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
 def names_by_storage(model: nn.Module, names: Iterable[str]) -> dict[int, list[str]]:
-    """By `untyped_storage()._cdata` the parameters of `model` that lie there, of those named."""
+    """By `storage_key` the parameters of `model` that lie there, of those named."""
     found: dict[int, list[str]] = {}
     for name in names:
-        found.setdefault(model.get_parameter(name).untyped_storage()._cdata, []).append(name)
+        found.setdefault(storage_key(model.get_parameter(name)), []).append(name)
     return found
 
 
-def tensors_in(value: object) -> Iterator[Tensor]:
-    """Every tensor in `value`, however nested."""
+def tensors_in(value: object, _around: tuple[int, ...] = ()) -> Iterator[Tensor]:
+    """Every tensor in `value`, however nested in containers and dataclasses; what holds itself is entered once."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
+        return
+    items: Iterable[object] = ()
+    if isinstance(value, Mapping):
+        items = value.values()
     elif isinstance(value, list | tuple | set | frozenset):
-        for item in value:
-            yield from tensors_in(item)
+        items = value
+    elif is_dataclass(value) and not isinstance(value, type):
+        items = vars(value).values() if hasattr(value, "__dict__") else ()
+    if items and id(value) not in _around:
+        for item in items:
+            yield from tensors_in(item, (*_around, id(value)))
+
+
+def kept_in(module: nn.Module) -> Iterator[Tensor]:
+    """Every tensor that an attribute of `module`, or of a module within, holds and that is registered nowhere."""
+    registered = ("_parameters", "_buffers", "_modules")
+    for part in module.modules():
+        for name, value in vars(part).items():
+            if name not in registered:
+                yield from tensors_in(value)
 
 
 class Operations(TorchDispatchMode):

@@ -14,11 +14,15 @@ as NaN: who uses them outside their block's forward sees it at once.
 
 [Note: When backward is done with a block] Autograd runs nodes that are ready in the reverse order of their making.
 All nodes of block k were made after those of block k-1 and wait only for later ones: when backward comes to block k-1,
-block k is done. That it has come there three things tell, whichever is first: a gradient at an output, what autograd
-has saved of a parameter is asked for, a parameter has its gradient. An output alone would not do: a loss that a block
-keeps for later (that of a mixture of experts, say) is no output, and autograd turns to it first. Not noticed is a
-backward that begins by computing a block again (activation checkpointing) before any of the three: parameters read as
-NaN there. Nor are tensors that a model saves under hooks of its own, which take the place of these.
+block k is done. That it has come there three things tell, whichever is first: a gradient at a tensor that has left the
+block, what autograd has saved of a parameter is asked for, a parameter has its gradient. Outputs are not all that
+leaves a block: a loss that it keeps for later (that of a mixture of experts, say) is an attribute, or was put into what
+the block was given, and autograd may turn to it first. The other two are for what leaves in ways that nobody sees (a
+closure, a global list); where such a block is also computed again (activation checkpointing), or saves under hooks of
+its own, which take the place of these, nothing tells in time.
+
+[Note: Function transforms] torch.func refuses to run where hooks watch what autograd saves: a model that uses it goes
+without them.
 
 Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"; the triggers are those
 of Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel".
@@ -27,16 +31,17 @@ of Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Pa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from impls.native.parts.parameter_gathers import ParameterGathers
+from impls.native.parts.tensors_in_use import kept_in, tensors_in
 
 
 class PlacedParameter(NamedTuple):
@@ -68,7 +73,8 @@ class _OfUnit(NamedTuple):
 
 class UnitGathers:
     """`units` are in forward order, the root first. `done_in_backward(unit)` is called once per backward pass for each
-    block, last block first, when its gradients are complete. With `reshards` units are hidden after their forward."""
+    block, last block first, when its gradients are complete. With `reshards` units are hidden after their forward;
+    `watches_saved` unless the model is one of [Note: Function transforms]."""
 
     def __init__(
         self,
@@ -76,11 +82,13 @@ class UnitGathers:
         gathers: ParameterGathers,
         *,
         reshards: bool,
+        watches_saved: bool,
         done_in_backward: Callable[[int], None],
     ) -> None:
         self._units = units
         self._gathers = gathers
         self._reshards = reshards
+        self._watches_saved = watches_saved
         self._done_in_backward = done_in_backward
         self._occupants: dict[int, int] = {}  # slot: the unit whose parameters are in it or on their way there
         self._in_flight: set[int] = set()
@@ -91,19 +99,29 @@ class UnitGathers:
         self._is_backward = False
         self._backward_at = 0  # the block that backward is in, or the number of units before it has begun
         self._comes_again = False
+        self._given: set[int] = set()  # ids of the tensors that a block is given
+        self._hooks: list[RemovableHandle] = []  # at what has left a block: a model may keep that for longer
         for index, unit in enumerate(units):
             if unit.module is not None:
                 # Before the module's own: they may use the parameters.
-                unit.module.register_forward_pre_hook(lambda *_, k=index: self._enter(k), prepend=True)
-                unit.module.register_forward_hook(lambda _module, _inputs, output, k=index: self._leave(k, output))
+                unit.module.register_forward_pre_hook(
+                    lambda _module, *inputs, k=index: self._enter(k, inputs), prepend=True, with_kwargs=True
+                )
+                unit.module.register_forward_hook(
+                    lambda _module, args, kwargs, output, k=index: self._leave(k, (args, kwargs), output),
+                    with_kwargs=True,
+                )
         self.forget()
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """The forward of a micro-batch goes on."""
         self._num_entered = 0
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         self._enter(0)
-        with saved_tensors_hooks(self._pack, self._unpack):
+        with saved_tensors_hooks(self._pack, self._unpack) if self._watches_saved else nullcontext():
             yield
 
     def begin_backward(self, *, comes_again: bool) -> None:
@@ -145,7 +163,8 @@ class UnitGathers:
             yield from (self._gathers.full(flat).clone() for flat in self._units[unit].flats)
         self.forget()
 
-    def _enter(self, unit: int) -> None:
+    def _enter(self, unit: int, inputs: Any = ()) -> None:
+        self._given = {id(tensor) for tensor in tensors_in(inputs)}
         if unit < self._num_entered:
             if self._occupants.get(self._units[unit].slot) != unit:
                 again = f"native.zero: {self._units[unit].name} is called again after its parameters were freed"
@@ -168,12 +187,17 @@ class UnitGathers:
             self._await(self._num_entered)
             self._num_entered += 1
 
-    def _leave(self, unit: int, output: Any) -> None:
+    def _leave(self, unit: int, inputs: Any, output: Any) -> None:
+        """See [Note: When backward is done with a block]."""
         if not torch.is_grad_enabled():
             return
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(lambda _gradient, k=unit: self.enter_backward(k))
+        module = self._units[unit].module
+        assert module is not None
+        added = [tensor for tensor in tensors_in(inputs) if id(tensor) not in self._given]
+        left = {id(tensor): tensor for tensor in (*tensors_in(output), *added, *kept_in(module))}
+        for tensor in left.values():
+            if tensor.grad_fn is not None:
+                self._hooks.append(tensor.register_hook(lambda _gradient, k=unit: self.enter_backward(k)))
         if self._reshards:
             self._hide(unit)
 

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from harness.parameters import LogicalParameter, logical_parameters
 from harness.workload import Workload
 from impls.native.parts.order_of_use import first_inputs, forward_without_values, in_compute_precision
-from impls.native.parts.tensors_in_use import Operations, names_by_storage, tensors_in
+from impls.native.parts.tensors_in_use import Operations, names_by_storage, storage_key, tensors_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +39,11 @@ class Unit:
 @dataclass(frozen=True, kw_only=True)
 class UnitPlan:
     """The units in the order in which forward enters them, the root first; a unit without parameters is left out, even
-    the root. `untraced_because` says why everything is in the root unit, if the model asks for values."""
+    the root. `untraced_because` says why everything is in the root unit, if the model asks for values;
+    `transforms_functions` if forward runs torch.func."""
 
     units: tuple[Unit, ...]
+    transforms_functions: bool = False
     untraced_because: str | None = None
 
 
@@ -69,7 +71,7 @@ def plan_units(workload: Workload, data_degree: int) -> UnitPlan:
         trace.run(inputs)
     except Exception as error:  # whatever a model does with tensors that have no values
         return _everything_in_root(parameters, error)
-    return UnitPlan(units=_assigned(parameters, blocks, trace))
+    return UnitPlan(units=_assigned(parameters, blocks, trace), transforms_functions=trace.transforms_functions)
 
 
 def _everything_in_root(parameters: tuple[LogicalParameter, ...], error: Exception) -> UnitPlan:
@@ -130,6 +132,7 @@ class _Trace:
     ) -> None:
         self.uses: dict[str, set[tuple[nn.Module, ...]]] = {}  # in order of first use; by logical name
         self.num_entries: Counter[nn.Module] = Counter()  # in order of first entry
+        self.transforms_functions = False
         self._model = model
         self._active: list[nn.Module] = []
         self._names_by_storage = names_by_storage(model, [parameter.name for parameter in parameters])
@@ -144,8 +147,9 @@ class _Trace:
 
     def note(self, value: object) -> None:
         """Any tensor in `value`, however nested, is used now."""
+        self.transforms_functions |= torch._C._functorch.maybe_current_level() is not None
         for tensor in tensors_in(value):
-            for name in self._names_by_storage.get(tensor.untyped_storage()._cdata, ()):
+            for name in self._names_by_storage.get(storage_key(tensor), ()):
                 self.uses.setdefault(name, set()).add(tuple(self._active))
 
     def _enter(self, block: nn.Module, _: object) -> None:

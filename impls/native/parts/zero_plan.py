@@ -45,13 +45,14 @@ class PlannedFlat:
 class ZeroPlan:
     """`flats` are the trainable ones in the order in which backward completes them, then the frozen ones. `modules` are
     the names of the units' modules in forward order, None for the root unit. `untraced_because` says why there is only
-    one unit, if nobody could find the blocks' own parameters."""
+    one unit, if nobody could find the blocks' own parameters; `transforms_functions` is UnitPlan's."""
 
     stage: int
     reshards: bool
     flats: tuple[PlannedFlat, ...]
     modules: tuple[str | None, ...] = (None,)
     untraced_because: str | None = None
+    transforms_functions: bool = False
 
     @property
     def num_trained(self) -> int:
@@ -101,7 +102,8 @@ def plan_zero(
         members = [(unit.module, [by_name[p.name] for p in unit.parameters]) for unit in units.units]
         if not members or members[0][0] is not None:
             members.insert(0, (None, []))  # the root unit is always there, be it empty
-        return _sharded(members, layout.shard_degree, bucket_bytes, reshards, units.untraced_because)
+        plan = _sharded(members, layout.shard_degree, bucket_bytes, reshards)
+        return replace(plan, untraced_because=units.untraced_because, transforms_functions=units.transforms_functions)
     used = in_order_of_use(workload, layout.data, [parameter for parameter in parameters if parameter.trainable])
     return ZeroPlan(
         stage=stage,
@@ -124,7 +126,6 @@ def _sharded(
     num_ranks: int,
     bucket_bytes: int,
     reshards: bool,
-    untraced_because: str | None,
 ) -> ZeroPlan:
     backward_order = [*range(len(units) - 1, 0, -1), 0]
     slots: dict[object, int] = {}
@@ -150,7 +151,6 @@ def _sharded(
         reshards=reshards,
         flats=_in_turns(flats),
         modules=tuple(module for module, _ in units),
-        untraced_because=untraced_because,
     )
 
 

@@ -1,5 +1,6 @@
 """Workloads whose blocks do more than hand a tensor on: a loss kept for later, outputs in a plain dataclass, writes to
-their own parameters, views kept from construction; and BatchNorm over all ranks beside parameters that some use."""
+their own parameters, function transforms, views kept from construction; and BatchNorm over all ranks beside parameters
+that some use."""
 
 from __future__ import annotations
 
@@ -125,21 +126,71 @@ class WithSide(nn.Module):
         return x, torch.softmax(x[:, :1].expand(-1, SIDE_WIDTH) * 1.5, dim=-1)
 
 
+class Noted(nn.Linear):
+    """Puts a loss of its own, made after its output, into the list that it is given, and saves under hooks of its own:
+    copies on another device, or, as here, the very tensors."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, *, losses: list[Tensor]) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            output = torch.tanh(super().forward(x))
+            losses.append((torch.tanh(x) @ self.weight).square().sum())
+        return output
+
+
+class Noting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Noted() for _ in range(5))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        losses: list[Tensor] = []
+        for block in self.blocks:
+            x = block(x, losses=losses)
+        return x, torch.stack(losses).sum()
+
+
+class Transformed(nn.Linear):
+    """Adds the gradient of an energy, as score models do."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def energy(x: Tensor) -> Tensor:
+            return torch.tanh(x @ self.weight + self.bias).square().sum()
+
+        output: Tensor = x - torch.func.grad(energy)(x)
+        return output
+
+
+def transformed() -> Workload:
+    return _workload(lambda: nn.Sequential(*(Transformed() for _ in range(4))), lambda model: list(model.children()))
+
+
+def noting() -> Workload:
+    return _workload(Noting, lambda model: list(model.blocks), _squares_and_own)
+
+
 def with_side() -> Workload:
     return _workload(
         WithSide, lambda model: list(model.blocks), lambda outputs, wanted: (outputs[0] - wanted).square().sum()
     )
 
 
-def mixture() -> Workload:
-    def loss(outputs: tuple[Tensor, Tensor], wanted: Tensor) -> Tensor:
-        return (outputs[0] - wanted).square().sum() + outputs[1]
+def mixture(activation_checkpointing: bool = False) -> Workload:
+    return _workload(
+        Mixture,
+        lambda model: list(model.blocks),
+        _squares_and_own,
+        activation_checkpointing=activation_checkpointing,
+    )
 
-    return _workload(Mixture, lambda model: list(model.blocks), loss)
 
-
-def packed() -> Workload:
-    return _workload(Packed, lambda model: list(model.blocks))
+def packed(activation_checkpointing: bool = False) -> Workload:
+    return _workload(Packed, lambda model: list(model.blocks), activation_checkpointing=activation_checkpointing)
 
 
 def clamped() -> Workload:
@@ -164,6 +215,10 @@ def _squares(outputs: Tensor, wanted: Tensor) -> Tensor:
     return (outputs - wanted).square().sum()
 
 
+def _squares_and_own(outputs: tuple[Tensor, Tensor], wanted: Tensor) -> Tensor:
+    return _squares(outputs[0], wanted) + outputs[1]
+
+
 def _workload(
     model: Callable[[], nn.Module],
     blocks: Blocks,
@@ -171,6 +226,7 @@ def _workload(
     *,
     num_micro_batches: int = 1,
     synchronise_batch_norm: bool = False,
+    activation_checkpointing: bool = False,
 ) -> Workload:
     generator = torch.Generator().manual_seed(7)
     inputs, targets = (torch.randn(64, WIDTH, generator=generator) for _ in range(2))
@@ -183,7 +239,12 @@ def _workload(
         model=model,
         dataset=Tensors(inputs, targets),
         loss=loss,
-        training=Training(global_batch_size=16, learning_rate=1e-2, num_micro_batches=num_micro_batches),
+        training=Training(
+            global_batch_size=16,
+            learning_rate=1e-2,
+            num_micro_batches=num_micro_batches,
+            activation_checkpointing=activation_checkpointing,
+        ),
         unit="samples",
         blocks=blocks,
         synchronise_batch_norm=synchronise_batch_norm,

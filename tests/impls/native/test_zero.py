@@ -117,7 +117,17 @@ def test_other_degrees_are_refused_before_any_process_starts(layout: Layout) -> 
 
 
 @pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
-@pytest.mark.parametrize("name", ["mixture", "packed"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mixture",
+        "packed",
+        "mixture:activation_checkpointing=true",
+        "packed:activation_checkpointing=true",
+        "noting",
+        "transformed",
+    ],
+)
 def test_stage_3_notices_that_backward_has_come_to_a_block(worlds: Worlds, name: str, transport: str) -> None:
     """Though no gradient has reached a tensor that the block gave out."""
     text = f"{HERE / 'odd_blocks.py'}:{name}"

@@ -330,3 +330,24 @@ def test_gpts_children_are_a_unit_each_and_a_tied_vocabulary_is_the_root() -> No
     assert sizes("gpt:size=tiny") == expected
     tied = {None: 256 * width, **expected, "embedding": 16 * width, "head": 2 * width}
     assert sizes("gpt:size=tiny,tied=true") == tied
+
+
+class Descending(nn.Module):
+    """Each block uses its weight within a function transform."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        for layer in self.layers:
+            layer.forward = lambda x, w=layer.weight: x - torch.func.grad(lambda y: linear(y, w).square().sum())(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_function_transforms_are_seen_through_and_named() -> None:
+    plan = plan_units(workload_of(Descending), 2)
+    assert plan.transforms_functions
+    assert names_by_unit(plan) == {f"layers.{index}": [f"layers.{index}.weight"] for index in range(3)}
