@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,7 @@ class Mesh:
         self.observer = observer
         self._timeout = timeout
         self._groups: dict[tuple[str, int], dist.ProcessGroup] = {}
+        self._parts: list[dist.ProcessGroup] = []
 
     @property
     def coordinates(self) -> Coordinates:
@@ -63,15 +65,28 @@ class Mesh:
                     self._groups[axis, lane] = group
         return self._groups[axis, lane]
 
+    def part(self, axis: Axis, places: Sequence[int]) -> dist.ProcessGroup:
+        """Of this rank's group along `axis` the ranks at `places`, the same for all. Collective over all ranks: each
+        group along the axis gets its own."""
+        own: dist.ProcessGroup | None = None
+        for ranks in self.layout.groups(axis):
+            group = dist.new_group([ranks[place] for place in places], timeout=self._timeout)
+            own = group if self.rank in ranks else own
+        assert own is not None
+        if self.ranks(axis).index(self.rank) in places:
+            self._parts.append(own)
+        return own
+
     def on_one_node(self, axis: Axis) -> bool:
         """Whether this rank's group along `axis` lies within one node."""
         return self.topology.on_one_node(self.ranks(axis))
 
     def close(self) -> None:
         """Ends the groups this mesh has made. Collective."""
-        for group in self._groups.values():
+        for group in (*self._groups.values(), *self._parts):
             dist.destroy_process_group(group)
         self._groups.clear()
+        self._parts.clear()
 
     def device_mesh(self) -> DeviceMesh:
         """torch's own mesh over the same ranks, with dims pipeline, data, tensor. Collective."""

@@ -38,7 +38,7 @@ from impls.native.parts.direct_gradients import Place, TrainingTask, prepare_dry
 from impls.native.parts.flat_memory import copy_into
 from impls.native.parts.gradient_bucket import GradientBucket
 from impls.native.parts.order_of_use import in_order_of_use
-from impls.native.parts.rank_model import Kind, RankModel
+from impls.native.parts.rank_model import Kinds, Passes, RankModel
 from impls.native.parts.shared_memory import Transport
 from impls.native.parts.synchronised_batch_norm import summed_bytes, synchronise_batch_norm
 
@@ -142,7 +142,7 @@ class NativeDataParallel(Implementation):
         used = in_order_of_use(workload, layout.data, trained)
         if workload.synchronise_batch_norm:
             synchronise_batch_norm(self.module, mesh.group("data", lane=1))
-        plans = plan_buckets(used[::-1], bucket_bytes, self.model.kind)
+        plans = plan_buckets(used[::-1], bucket_bytes, self.model.kinds)
         self.sums = self._make_sums(plans, mesh, device, reduction)
         self.buckets = [
             GradientBucket(plan, self.parameters, self.sums.own(index), workload, device, small_bytes=small_bytes)
@@ -181,7 +181,8 @@ class NativeDataParallel(Implementation):
             for bucket_index in range(self._next_to_reduce, len(self.buckets)):
                 self._gather(bucket_index)
 
-        loss_sum, num_tokens = self.model.forward_backward(batch, self._training_task, begin_micro_batch, end_backward)
+        passes = Passes(begin_micro_batch=begin_micro_batch, end_backward=end_backward)
+        loss_sum, num_tokens = self.model.forward_backward(batch, self._training_task, passes)
         with phase("reduce"):
             while self._next_to_reduce < len(self.buckets):
                 self._reduce_next()
@@ -349,17 +350,17 @@ class NativeDataParallel(Implementation):
     def _reduce_next(self) -> None:
         """Starts the sum of the next bucket. Always in bucket order: ranks may complete theirs in different orders."""
         index = self._next_to_reduce
+        self._training_task.catch_up()  # layers may owe it some of its gradients
         self._next_to_reduce += 1
         self._gather(index)
         bucket = self.buckets[index]
         bucket.mark_unused()
-        if self._kind(bucket) == "partial":
-            self.model.sum_partial(bucket.gradients)
+        self.model.sum_partial(self._kinds(bucket), bucket.gradients)
         self.sums.start(index)
 
-    def _kind(self, bucket: GradientBucket) -> Kind:
-        """Of its parameters, which are of one kind."""
-        return self.model.kind(next(iter(bucket.parameters)))
+    def _kinds(self, bucket: GradientBucket) -> Kinds:
+        """Of its parameters, which are alike in that."""
+        return self.model.kinds(next(iter(bucket.parameters)))
 
     def _counts(self, bucket: GradientBucket) -> bool:
-        return self.model.counts(self._kind(bucket))
+        return self.model.counts(self._kinds(bucket))

@@ -5,10 +5,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 
 from harness.layout import Layout
 from harness.mesh import Mesh
@@ -16,10 +16,11 @@ from harness.parameters import LogicalParameter, MemoryCategory
 from harness.partition import additive, cut
 from harness.workload import Workload
 from impls.native.ddp import NativeDataParallel
+from impls.native.parts.order_of_use import in_compute_precision
 from impls.native.parts.pipeline_chain import SkipConnection, borders
 from impls.native.parts.pipeline_model import PipelineStages
 from impls.native.parts.rank_model import RankModel
-from impls.native.parts.schedules import make
+from impls.native.parts.schedules import Schedule, make
 
 
 class NativePipeline(NativeDataParallel):
@@ -57,7 +58,8 @@ class NativePipeline(NativeDataParallel):
         if num_blocks < num_stages:
             return f"{num_stages} stages need as many blocks, got the {num_blocks} of {workload.name}"
         try:
-            borders(workload, workload.batch(0).micro_batches[0].inputs)
+            model = in_compute_precision(workload, workload.model_without_memory())
+            borders(workload, model, workload.batch(0).micro_batches[0].inputs)
         except SkipConnection as error:
             return str(error)
         return None
@@ -96,22 +98,20 @@ class NativePipeline(NativeDataParallel):
         super().__init__(workload, layout, mesh, device, direct_gradients=direct_gradients)
 
     def _make_model(self, workload: Workload, layout: Layout, mesh: Mesh, device: torch.device) -> RankModel:
-        stages = stages_of(workload, self._schedule.num_stages, self._partition)
-        pipeline_ranks = mesh.ranks("pipeline")
+        whole = RankModel(workload, device, self.whose)
+        return pipeline_stages(whole, mesh, self.whose, schedule=self._schedule, partition=self._partition)
 
-        def make_ties(places: Sequence[int]) -> dist.ProcessGroup | None:
-            group: dist.ProcessGroup | None = dist.new_group([pipeline_ranks[place] for place in places])
-            return group
 
-        return PipelineStages(
-            workload,
-            device,
-            mesh.group("pipeline"),
-            self.whose,
-            stages=stages,
-            schedule=self._schedule,
-            make_ties=make_ties,
-        )
+def pipeline_stages(whole: RankModel, mesh: Mesh, whose: str, *, schedule: Schedule, partition: str) -> PipelineStages:
+    """This rank's stages of `whole`, by its place along the pipeline axis. Collective."""
+    return PipelineStages(
+        whole,
+        mesh.group("pipeline"),
+        whose,
+        stages=stages_of(whole.workload, schedule.num_stages, partition),
+        schedule=schedule,
+        make_ties=partial(mesh.part, "pipeline"),
+    )
 
 
 def stages_of(workload: Workload, num_stages: int, partition: str) -> tuple[range, ...]:

@@ -82,26 +82,40 @@ class NativeTensorParallel(NativeDataParallel):
         self._wants = transport
         super().__init__(workload, layout, mesh, device, direct_gradients=direct_gradients)
 
-    def facts(self) -> Mapping[str, str]:
-        facts = {**super().facts(), "transport": self._tensor_transport}
-        return facts | ({"transport_fallback": self._fallback} if self._fallback else {})
-
     def _make_model(self, workload: Workload, layout: Layout, mesh: Mesh, device: torch.device) -> RankModel:
-        self._fallback = shared_memory.why_not(mesh, device, axis="tensor") if self._wants == "shared_memory" else None
-        self._tensor_transport: Transport = "process_group" if self._fallback else self._wants
-        group = mesh.group("tensor", lane=_ACTIVATIONS)
-        exchange: TensorExchange = ProcessGroupExchange(group)
-        if self._tensor_transport == "shared_memory":
-            exchange = SharedMemoryExchange(group, timeout_seconds=TIMEOUT_SECONDS, observer=mesh.observer)
-        return tensor_model.TensorSlice(
-            workload,
-            device,
-            exchange,
-            mesh.group("tensor", lane=_REST),
-            self.whose,
-            cuts_sequence=self._sequence_parallel,
-            data_degree=layout.data,
+        return tensor_slice(
+            workload, layout, mesh, device, self.whose, transport=self._wants, sequence_parallel=self._sequence_parallel
         )
+
+
+def tensor_slice(
+    workload: Workload,
+    layout: Layout,
+    mesh: Mesh,
+    device: torch.device,
+    whose: str,
+    *,
+    transport: Transport,
+    sequence_parallel: bool,
+) -> tensor_model.TensorSlice:
+    """This rank's slice of the workload's model, by its place along the tensor axis. Collective."""
+    fallback = shared_memory.why_not(mesh, device, axis="tensor") if transport == "shared_memory" else None
+    shares_memory = transport == "shared_memory" and fallback is None
+    group = mesh.group("tensor", lane=_ACTIVATIONS)
+    exchange: TensorExchange = ProcessGroupExchange(group)
+    if shares_memory:
+        exchange = SharedMemoryExchange(group, timeout_seconds=TIMEOUT_SECONDS, observer=mesh.observer)
+    facts = {"tensor_transport": "shared_memory" if shares_memory else "process_group"}
+    return tensor_model.TensorSlice(
+        workload,
+        device,
+        exchange,
+        mesh.group("tensor", lane=_REST),
+        whose,
+        cuts_sequence=sequence_parallel,
+        data_degree=layout.data,
+        facts=facts | ({"tensor_transport_fallback": fallback} if fallback else {}),
+    )
 
 
 def _costs(workload: Workload, layout: Layout, options: Mapping[str, Any]) -> TensorCosts | None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -33,15 +33,15 @@ from harness.implementation import Implementation, Preparation, StepOutput, phas
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import clip_coefficient, global_norm
-from harness.parameters import LogicalParameter, MemoryCategory, logical_parameters
+from harness.parameters import LogicalParameter, MemoryCategory
 from harness.workload import Batch, Workload
 from impls.native.parts import shared_memory, zero_costs, zero_dry_run
 from impls.native.parts.buckets import refuse_sparse_gradients
 from impls.native.parts.buffer_broadcasts import BufferBroadcasts
-from impls.native.parts.direct_gradients import Place, TrainingTask, write_directly
+from impls.native.parts.direct_gradients import Place, TrainingTask
 from impls.native.parts.flat_memory import copy_into
 from impls.native.parts.gradient_shards import MAX_IN_FLIGHT
-from impls.native.parts.kept_views import KeptViews
+from impls.native.parts.rank_model import Kinds, Passes, RankModel
 from impls.native.parts.sharded_bucket import ShardedBucket
 from impls.native.parts.sharded_memory import ShardedMemory
 from impls.native.parts.shared_memory import Transport
@@ -59,6 +59,7 @@ class NativeShardedOptimizer(Implementation):
     """
 
     strategy = "zero"
+    whose: ClassVar[str] = "native.zero"  # in messages
 
     @classmethod
     def strategy_of(cls, options: Mapping[str, Any]) -> str:
@@ -132,7 +133,7 @@ class NativeShardedOptimizer(Implementation):
     ) -> None:
         for name, value, choices in (("stage", stage, (1, 2, 3)), ("transport", transport, get_args(Transport))):
             if value not in choices:
-                raise ValueError(f"native.zero: {name} must be one of {', '.join(map(str, choices))}, got {value!r}")
+                raise ValueError(f"{self.whose}: {name} must be one of {', '.join(map(str, choices))}, got {value!r}")
         self.workload = workload
         self.device = device
         self.stage = stage
@@ -141,9 +142,9 @@ class NativeShardedOptimizer(Implementation):
             self.transport_fallback = shared_memory.why_not(mesh, device, axis="shard")
         self.shard_group = mesh.group("shard")
         self.replicas = mesh.group("replicate") if layout.data > layout.shard_degree else None
-        self.module = workload.build_model().to(device)
-        refuse_sparse_gradients(self.module, "native.zero")
-        self._kept_views = KeptViews(self.module, "native.zero")
+        self.model = self._make_model(workload, layout, mesh, device)
+        self.module = self.model.module
+        refuse_sparse_gradients(self.module, self.whose)
         self.parameters = dict(self.module.named_parameters())
         self._backward_synchronises = workload.synchronise_batch_norm and layout.data > 1
         if workload.synchronise_batch_norm:
@@ -153,11 +154,12 @@ class NativeShardedOptimizer(Implementation):
 
         self.plan: ZeroPlan = plan_zero(
             workload,
-            logical_parameters(self.module, workload.decays),
+            self.model.parameters,
             layout,
             stage=stage,
             bucket_bytes=bucket_bytes,
             reshards=reshard_after_forward,
+            kinds=self.model.kinds,
         )
         self.memory = ShardedMemory(
             self.plan,
@@ -191,35 +193,16 @@ class NativeShardedOptimizer(Implementation):
                 for index, bucket in enumerate(self.buckets)
                 for name, view in bucket.gradient_views.items()
             }
-            write_directly(self.module, places, self._training_task)
+            self.model.write_directly(places, self._training_task)
 
     def train_step(self, batch: Batch) -> StepOutput:
-        loss_sum, num_tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0
         if not self.num_updates:
             self.memory.check_parameters(self.module)
         self.memory.begin_step()
         for bucket in self.buckets:
             bucket.start_step()
         self._num_micro_batches = len(batch.micro_batches)
-        for index, micro_batch in enumerate(batch.micro_batches):
-            self._micro_batch, self._next_to_reduce = index, 0
-            with phase("forward"), self.units.forward() if self.units is not None else nullcontext():
-                loss = self.workload.loss_sum(self.module, micro_batch)
-                objective = loss / batch.global_num_tokens
-            if not self.num_updates:
-                self._kept_views.check()
-            with phase("backward"):
-                if self.units is not None:
-                    self.units.begin_backward(comes_again=self._num_micro_batches > 1)
-                self._training_task.starts_at(objective)
-                objective.backward()
-                if self.units is not None:
-                    self.units.end_backward()
-            with phase("reduce"):
-                while self._exchanges and self._next_to_reduce < len(self.buckets):
-                    self._reduce_next()
-            loss_sum += loss.detach()
-            num_tokens += micro_batch.num_tokens
+        loss_sum, num_tokens = self.model.forward_backward(batch, self._training_task, self._passes())
         learning_rate = self.workload.training.learning_rate_at(self.num_updates)
         with phase("optimizer"):
             norm, skipped = self._step(learning_rate)
@@ -232,9 +215,34 @@ class NativeShardedOptimizer(Implementation):
             learning_rates=(learning_rate,),
         )
 
+    def _passes(self) -> Passes:
+        def begin_micro_batch(index: int) -> None:
+            self._micro_batch, self._next_to_reduce = index, 0
+
+        def begin_backward() -> None:
+            if self.units is not None:
+                self.units.begin_backward(comes_again=self._num_micro_batches > 1)
+
+        def end_backward() -> None:
+            if self.units is not None:
+                self.units.end_backward()
+
+        def reduce(is_last: bool) -> None:
+            while (self.stage > 1 or is_last) and self._next_to_reduce < len(self.buckets):
+                self._reduce_next()
+
+        return Passes(
+            begin_micro_batch=begin_micro_batch,
+            forward=self.units.forward if self.units is not None else nullcontext,
+            begin_backward=begin_backward,
+            end_backward=end_backward,
+            reduce=reduce,
+        )
+
     @property
     def _exchanges(self) -> bool:
-        """Whether gradients are reduced after this micro-batch: where they are kept whole, only after the last."""
+        """Whether gradients are reduced within this micro-batch's backward: where they are kept whole, only in the
+        last one's."""
         return self.stage > 1 or self._micro_batch == self._num_micro_batches - 1
 
     def _step(self, learning_rate: float) -> tuple[Tensor | None, bool]:
@@ -273,8 +281,8 @@ class NativeShardedOptimizer(Implementation):
 
     def _global_norm(self) -> Tensor:
         """Over all shards, padding left out; replicas hold the same shards, so they do not count again."""
-        own = global_norm([bucket.own_gradients for bucket in self.buckets if bucket.own_gradients.numel()])
-        return self.memory.norm_over_shards(own)
+        counted = [b.own_gradients for b in self.buckets if b.own_gradients.numel() and self._counts(b)]
+        return self.model.norm_over_slices(self.memory.norm_over_shards(global_norm(counted)))
 
     def full_gradients(self) -> dict[str, Tensor]:
         unused = self.memory.unused_everywhere()
@@ -284,14 +292,14 @@ class NativeShardedOptimizer(Implementation):
             shard = bucket.shard_gradients
             shard = shard if bucket.scale_left is None else shard * bucket.scale_left
             full |= {name: whole for name, whole in self.memory.whole(index, shard) if name not in unused}
-        return full
+        return self.model.whole(full)
 
     def full_parameters(self) -> dict[str, Tensor]:
         self.memory.check_parameters(self.module)
-        return self.memory.full_parameters()
+        return self.model.whole(self.memory.full_parameters())
 
     def facts(self) -> Mapping[str, str]:
-        facts = {"transport": self.memory.transport, "num_buckets": str(len(self.buckets))}
+        facts = {"transport": self.memory.transport, "num_buckets": str(len(self.buckets)), **self.model.facts()}
         if self.stage == 3:
             facts["num_units"] = str(len(self.plan.modules))
         if self.plan.untraced_because:
@@ -307,7 +315,9 @@ class NativeShardedOptimizer(Implementation):
         yield from self.module.buffers()
 
     def memory_tensors(self) -> dict[MemoryCategory, Iterable[Tensor]]:
-        return self.memory.tensors()
+        tensors = self.memory.tensors()
+        buffers = [*tensors["communication_buffers"], *self.model.communication_buffers()]
+        return {**tensors, "communication_buffers": buffers}
 
     def close(self) -> None:
         # A parameter's hooks hold this object, and through it process groups with threads that never sleep for long;
@@ -315,6 +325,11 @@ class NativeShardedOptimizer(Implementation):
         for hook in self._hooks:
             hook.remove()
         self.memory.close()
+        self.model.close()
+
+    def _make_model(self, workload: Workload, layout: Layout, mesh: Mesh, device: torch.device) -> RankModel:
+        """What this rank trains; a strategy that cuts the model puts its slice here."""
+        return RankModel(workload, device, self.whose)
 
     def _watch(self, index: int, name: str) -> None:
         """After each backward moves the parameter's gradient into its bucket and starts every reduction that is due."""
@@ -358,7 +373,7 @@ class NativeShardedOptimizer(Implementation):
         """Before every write of a gradient to its bucket: True for the first one since the last exchange."""
         bucket = self.buckets[index]
         if index < self._next_to_reduce:
-            raise RuntimeError(f"native.zero: {name} got a further gradient after its bucket's reduction had begun")
+            raise RuntimeError(f"{self.whose}: {name} got a further gradient after its bucket's reduction had begun")
         if not bucket.filled:
             self.memory.exchange.reclaim(index)
         is_first = name not in bucket.filled
@@ -374,6 +389,7 @@ class NativeShardedOptimizer(Implementation):
         """Starts the reduction of the next bucket. Always in bucket order: ranks may complete theirs in others."""
         index = self._next_to_reduce
         bucket = self.buckets[index]
+        self._training_task.catch_up()  # layers may owe it some of its gradients
         for name, gradient in bucket.early.items():
             view = bucket.gradient_views[name]
             copy_into(view, gradient) if self._claim(index, name) else view.add_(gradient)
@@ -382,8 +398,16 @@ class NativeShardedOptimizer(Implementation):
         if not bucket.filled:
             self.memory.exchange.reclaim(index)
         bucket.mark_unused()
+        self.model.sum_partial(self._kinds(bucket), bucket.gradients)
         bucket.start_filling()
         self.memory.start_sum(index, add=self.stage > 1 and self._micro_batch > 0)
+
+    def _kinds(self, bucket: ShardedBucket) -> Kinds:
+        """Of its parameters, which are alike in that."""
+        return self.model.kinds(bucket.plan.bucket.segments[0].parameter.name)
+
+    def _counts(self, bucket: ShardedBucket) -> bool:
+        return self.model.counts(self._kinds(bucket))
 
 
 def _plan(

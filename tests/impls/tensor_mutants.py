@@ -62,7 +62,7 @@ class PartialNotSummed(_Mutant):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.slice.sum_partial = lambda gradients: None  # type: ignore[method-assign]
+        self.slice.sum_partial = lambda kinds, gradients: None  # type: ignore[method-assign]
 
 
 class FusedCutAcrossParts(_Mutant):

@@ -54,6 +54,12 @@ _SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"schedule": "zero_bubble"},
         {"schedule": "interleaved_1f1b", "chunks": 2, "direct_gradients": False},
     ],
+    "native.hybrid": [
+        {},
+        {"stage": 1, "transport": "shared_memory", "schedule": "zero_bubble", "partition": "uniform"},
+        {"stage": 2, "sequence_parallel": True, "bucket_bytes": 1000},
+        {"stage": 3, "transport": "shared_memory"},
+    ],
     "torch.ddp": [{}, {"find_unused_parameters": True}],
     "torch.fsdp": [{}, {"reshard_after_forward": False}],
 }
@@ -61,6 +67,12 @@ _NOT_TRAINING = {"native.floor"}  # exchanges nothing, by design
 _WORLDS = [Layout(data=size) for size in (1, 2, 3, 4)]
 _HYBRIDS = [Layout(data=2, shard=1), Layout(data=4, shard=2), Layout(data=3, shard=1), Layout(data=4, shard=1)]
 _SLICES = [Layout(**{axis: size}) for axis in ("tensor", "pipeline") for size in (2, 3, 4)]
+_PRODUCTS = [
+    Layout(data=2, tensor=2),
+    Layout(data=2, pipeline=2),
+    Layout(tensor=2, pipeline=2),
+    Layout(data=2, shard=1, tensor=2),
+]
 _ALL = [
     (name, options)
     for name in implementation.names()
@@ -80,7 +92,7 @@ def supported_layouts(name: str, options: dict[str, Any], kind: str) -> list[Lay
     device = torch.device("cpu")
     return [
         layout
-        for layout in [*_WORLDS, *_HYBRIDS, *_SLICES]
+        for layout in (_PRODUCTS if "hybrid" in name else [*_WORLDS, *_HYBRIDS, *_SLICES])
         if not loaded.unsupported(workload, layout, device, options)
     ]
 

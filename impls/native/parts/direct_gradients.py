@@ -87,7 +87,7 @@ def write_directly(model: nn.Module, places: dict[str, Place], task: TrainingTas
         found = {
             kind: place
             for kind, parameter in trained.items()
-            if (place := places.get(by_parameter[id(parameter)])) and _can_be_written(parameter, place.view)
+            if (place := places.get(by_parameter[id(parameter)])) and can_be_written(parameter, place.view)
         }
         weight = found.get("weight")
         if weight is None:
@@ -115,7 +115,8 @@ def _is_plain(module: nn.Module) -> bool:
     return False
 
 
-def _can_be_written(parameter: nn.Parameter, view: Tensor) -> bool:
+def can_be_written(parameter: Tensor, view: Tensor) -> bool:
+    """Whether a layer can write the parameter's gradient to `view`."""
     alike = view.is_contiguous() and view.dtype == parameter.dtype
     return alike and parameter.numel() > 0
 
@@ -144,14 +145,17 @@ def _is_special(inputs: Tensor, *parameters: Tensor | None) -> bool:
     )
 
 
+@torch.no_grad()
 def write_product(place: Place, transposed: Tensor, inputs: Tensor) -> None:
-    """A weight's gradient (outputs, inputs): `transposed` (outputs, rows) times `inputs` (rows, inputs)."""
+    """A weight's gradient (outputs, inputs): `transposed` (outputs, rows) times `inputs` (rows, inputs). Within
+    backward or after it."""
     if place.claim():
         torch.mm(transposed, inputs, out=place.view)
     else:
         place.view.addmm_(transposed, inputs)
 
 
+@torch.no_grad()
 def write_row_sum(place: Place, rows: Tensor) -> None:
     """A bias's gradient (outputs,): the sum of `rows` (rows, outputs)."""
     if place.claim():

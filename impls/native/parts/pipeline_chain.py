@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from harness.workload import Workload
-from impls.native.parts.order_of_use import in_compute_precision
 from impls.native.parts.pipeline_messages import Border, TensorShape
 from impls.native.parts.tensors_in_use import Operations, tensors_in
 
@@ -37,11 +36,10 @@ def as_tensors(value: Any) -> list[Tensor]:
     return tensors
 
 
-def borders(workload: Workload, inputs: Tensor) -> tuple[Border, ...]:
-    """What each block of the chain but the last hands to the next, for a micro-batch like `inputs`. ValueError where a
-    block needs more than that, or cannot be run without values."""
+def borders(workload: Workload, model: nn.Module, inputs: Tensor) -> tuple[Border, ...]:
+    """What each block of the chain but the last hands to the next, for a micro-batch like `inputs`; `model` is the
+    workload's, without memory. ValueError where a block needs more than that, or cannot be run without values."""
     assert workload.chain is not None
-    model = in_compute_precision(workload, workload.model_without_memory())
     blocks = list(workload.chain(model))
     names = _names(model, blocks)
     made_by: dict[int, int] = {}  # storage: the block that made it

@@ -31,8 +31,10 @@ _MAX_TENSORS = 64  # at a border
 
 @dataclass(kw_only=True)
 class StageRun:
-    """One stage on its rank, for one step: how it goes forward and what crosses its borders with each micro-batch."""
+    """One stage on its rank, for one step: how it goes forward and what crosses its borders with each micro-batch.
+    `begin` is told the micro-batch before each of its passes."""
 
+    begin: Callable[[int], None]
     forward: Forward
     inputs: Sequence[Border]
     outputs: Sequence[Border]
@@ -95,6 +97,7 @@ class Executor:
         inputs = self._received(Kind.FORWARD, stage - 1, stage, micro_batch) if stage else []
         for tensor, shape in zip(inputs, run.inputs[micro_batch] if stage else (), strict=True):
             tensor.requires_grad_(shape.carries_gradient)
+        run.begin(micro_batch)
         outputs = run.forward(micro_batch, inputs)
         self._alive[stage, micro_batch] = _Alive(inputs=inputs, outputs=outputs)
         if stage + 1 < self._num_stages:
@@ -107,6 +110,7 @@ class Executor:
         if stage + 1 < self._num_stages:
             gradients = self._received(Kind.BACKWARD, stage + 1, stage, micro_batch)
         if outputs:
+            self._stages[stage].begin(micro_batch)
             self._task.starts_at(outputs[0])
             torch.autograd.backward(outputs, gradients)
         if stage:

@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from harness.implementation import phase
 from harness.optimizer import norm_over_ranks
-from harness.parameters import logical_parameters
-from harness.workload import Batch, Workload
-from impls.native.parts.direct_gradients import TrainingTask
-from impls.native.parts.pipeline_chain import borders, run_blocks
+from harness.workload import Batch
+from impls.native.parts.direct_gradients import Place, TrainingTask
+from impls.native.parts.pipeline_chain import run_blocks
 from impls.native.parts.pipeline_executor import Executor, StageRun
 from impls.native.parts.pipeline_messages import Border, Messages
-from impls.native.parts.rank_model import Kind, RankModel
+from impls.native.parts.rank_model import Kinds, Passes, RankModel
 from impls.native.parts.schedules import Schedule
 
 
 class PipelineStages(RankModel):
-    """The stages of the pipeline's `rank`, stage s on rank s modulo their number; `stages` are the blocks of each.
-    Collective over `group`, and over `ties`, whose ranks hold the parameters that several stages use.
+    """This rank's stages of `whole`, stage s on the pipeline's rank s modulo their number; `stages` are the blocks of
+    each. Collective over `group`; `make_ties` makes the group of those places in it that hold the parameters which
+    several stages use.
 
     Of the model that is built whole only the stages' own parameters stay.
     """
 
     def __init__(
         self,
-        workload: Workload,
-        device: torch.device,
+        whole: RankModel,
         group: dist.ProcessGroup,
         whose: str,
         *,
@@ -38,8 +38,10 @@ class PipelineStages(RankModel):
         schedule: Schedule,
         make_ties: Callable[[Sequence[int]], dist.ProcessGroup | None],
     ) -> None:
+        workload = whole.workload
         assert workload.chain is not None
-        super().__init__(workload, device, whose)
+        super().__init__(workload, whole.device, whose, module=whole.module)
+        self._slice = whole
         self._group, self._rank = group, group.rank()
         self._schedule = schedule
         self._actions = schedule.table()[self._rank]
@@ -56,19 +58,14 @@ class PipelineStages(RankModel):
         self._tie_ranks = sorted({rank for name in self._tied for rank in holders[name]})
         self._ties = make_ties(self._tie_ranks) if self._tied else None
         _keep(self.module, {name for name, ranks in holders.items() if self._rank in ranks})
-        self.parameters = logical_parameters(self.module, workload.decays)
-        self._messages = Messages(group, device)
+        kept = {name for name, _ in self.module.named_parameters()}
+        self.parameters = tuple(parameter for parameter in whole.parameters if parameter.name in kept)
+        self._messages = Messages(group, whole.device)
 
-    def kind(self, name: str) -> Kind:
-        return "partial" if name in self._tied else "own"
+    def kinds(self, name: str) -> Kinds:
+        return (*self._slice.kinds(name), "partial" if name in self._tied else "own")
 
-    def forward_backward(
-        self,
-        batch: Batch,
-        task: TrainingTask,
-        begin_micro_batch: Callable[[int], None],
-        end_backward: Callable[[], None],
-    ) -> tuple[Tensor | None, int]:
+    def forward_backward(self, batch: Batch, task: TrainingTask, passes: Passes) -> tuple[Tensor | None, int]:
         losses: list[Tensor] = []
         runs = {stage: self._run_of(stage, batch, losses) for stage in self._blocks}
         executor = Executor(
@@ -78,34 +75,50 @@ class PipelineStages(RankModel):
             num_ranks=self._schedule.num_ranks,
             num_stages=self._schedule.num_stages,
         )
-        begin_micro_batch(-1)  # nothing is reduced before all are through
+        passes.begin_micro_batch(-1)  # nothing is reduced before all are through
         executor.run(self._actions, runs)
-        end_backward()
+        self.kept_views.check()
+        passes.end_backward()
+        with phase("reduce"):
+            passes.reduce(True)
         num_tokens = sum(micro_batch.num_tokens for micro_batch in batch.micro_batches)
         if not losses:
             return None, num_tokens
         return torch.stack([loss.detach().double() for loss in losses]).sum(), num_tokens
 
-    def sum_partial(self, gradients: Tensor) -> None:
-        dist.all_reduce(gradients, group=self._ties)
+    def write_directly(self, places: dict[str, Place], task: TrainingTask) -> None:
+        self._slice.write_directly(places, task)
 
-    def counts(self, kind: Kind) -> bool:
-        return kind == "own" or self._rank == self._tie_ranks[0]
+    def sum_partial(self, kinds: Kinds, gradients: Tensor) -> None:
+        *of_slice, along_pipeline = kinds
+        self._slice.sum_partial(tuple(of_slice), gradients)
+        if along_pipeline == "partial":
+            dist.all_reduce(gradients, group=self._ties)
+
+    def counts(self, kinds: Kinds) -> bool:
+        *of_slice, along_pipeline = kinds
+        is_first = along_pipeline == "own" or self._rank == self._tie_ranks[0]
+        return is_first and self._slice.counts(tuple(of_slice))
 
     def norm_over_slices(self, own: Tensor) -> Tensor:
-        return norm_over_ranks(own.to(self.device), self._group)
+        return norm_over_ranks(self._slice.norm_over_slices(own).to(self.device), self._group)
 
     def whole(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         of_ranks: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(of_ranks, {name: value.cpu() for name, value in values.items()}, group=self._group)
+        dist.all_gather_object(of_ranks, self._slice.whole(values), group=self._group)
         found: dict[str, Tensor] = {}
         for of_rank in of_ranks:
             found |= {name: value for name, value in of_rank.items() if name not in found}
         return found
 
+    def communication_buffers(self) -> Iterable[Tensor]:
+        return self._slice.communication_buffers()
+
+    def facts(self) -> Mapping[str, str]:
+        return self._slice.facts()
+
     def close(self) -> None:
-        if self._ties is not None and self._rank in self._tie_ranks:
-            dist.destroy_process_group(self._ties)
+        self._slice.close()
 
     def _run_of(self, stage: int, batch: Batch, losses: list[Tensor]) -> StageRun:
         of_micro_batches = [self._borders_of(micro_batch.inputs) for micro_batch in batch.micro_batches]
@@ -118,17 +131,20 @@ class PipelineStages(RankModel):
             outputs = run_blocks(self._blocks[stage], inputs or [micro_batch.inputs])
             if not is_last:
                 return outputs
-            whole: Any = outputs[0] if len(outputs) == 1 else tuple(outputs)
-            loss = self.workload.loss(whole, micro_batch.targets)
+            given: Any = outputs[0] if len(outputs) == 1 else tuple(outputs)
+            loss = self._slice.loss(given, micro_batch.targets)
             losses.append(loss if micro_batch.num_tokens else loss * 0.0)
             return [losses[-1] / batch.global_num_tokens]
 
-        return StageRun(forward=forward, inputs=before, outputs=after)
+        def begin(index: int) -> None:
+            self._slice.begin_pass(batch.micro_batches[index].inputs)
+
+        return StageRun(begin=begin, forward=forward, inputs=before, outputs=after)
 
     def _borders_of(self, inputs: Tensor) -> tuple[Border, ...]:
         shape = tuple(inputs.shape)
         if shape not in self._borders:
-            self._borders[shape] = borders(self.workload, inputs)
+            self._borders[shape] = self._slice.borders(inputs)
         return self._borders[shape]
 
 

@@ -7,7 +7,9 @@ along the other axes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Literal
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,9 @@ from harness.parameters import LogicalParameter, logical_parameters
 from harness.workload import Batch, MicroBatch, Workload
 from impls.native.parts.direct_gradients import Place, TrainingTask, write_directly
 from impls.native.parts.kept_views import KeptViews
+from impls.native.parts.order_of_use import in_compute_precision
+from impls.native.parts.pipeline_chain import borders
+from impls.native.parts.pipeline_messages import Border
 
 Kind = Literal["own", "alike", "partial"]
 """How a parameter stands to those of the same name on the ranks that hold other slices of the model:
@@ -25,6 +30,21 @@ Kind = Literal["own", "alike", "partial"]
     alike      they hold the same and get the same gradient
     partial    they hold the same, and its gradient is the sum of theirs
 """
+
+Kinds = tuple[Kind, ...]
+"""One for each axis along which the model is cut, the innermost first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passes:
+    """What the data axis has to do around a step's passes. `begin_micro_batch` is told which one it is, `reduce`, when
+    backward is over, whether gradients of all are complete."""
+
+    begin_micro_batch: Callable[[int], None]
+    forward: Callable[[], AbstractContextManager[Any]] = nullcontext
+    begin_backward: Callable[[], None] = lambda: None
+    end_backward: Callable[[], None] = lambda: None
+    reduce: Callable[[bool], None] = lambda is_last: None
 
 
 class RankModel:
@@ -41,47 +61,55 @@ class RankModel:
         self.kept_views = KeptViews(self.module, whose)
         self.parameters: tuple[LogicalParameter, ...] = logical_parameters(self.module, workload.decays)
 
-    def kind(self, name: str) -> Kind:
-        return "own"
+    def kinds(self, name: str) -> Kinds:
+        return ()
 
     def loss_sum(self, micro_batch: MicroBatch) -> Tensor:
         """The sum of the losses; all ranks that hold slices of the model get it."""
-        return self.workload.loss_sum(self.module, micro_batch)
+        return replace(self.workload, loss=self.loss).loss_sum(self.module, micro_batch)
 
-    def forward_backward(
-        self,
-        batch: Batch,
-        task: TrainingTask,
-        begin_micro_batch: Callable[[int], None],
-        end_backward: Callable[[], None],
-    ) -> tuple[Tensor | None, int]:
+    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
+        """The sum of the losses, from what this rank's slice of the model gives."""
+        return self.workload.loss(outputs, targets)
+
+    def forward_backward(self, batch: Batch, task: TrainingTask, passes: Passes) -> tuple[Tensor | None, int]:
         """All micro-batches of a step, each normalised by the step's number of targets; the sum of their losses, None
-        where the loss does not live, and the number of this rank's targets. `end_backward` is called when gradients of
-        a micro-batch are complete, or those of several."""
+        where the loss does not live, and the number of this rank's targets."""
         loss_sum, num_tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0
         for index, micro_batch in enumerate(batch.micro_batches):
-            begin_micro_batch(index)
-            with phase("forward"):
+            passes.begin_micro_batch(index)
+            with phase("forward"), passes.forward():
                 loss = self.loss_sum(micro_batch)
                 objective = loss / batch.global_num_tokens
             self.kept_views.check()
             with phase("backward"):
+                passes.begin_backward()
                 task.starts_at(objective)
                 objective.backward()
                 task.catch_up()
-                end_backward()
+                passes.end_backward()
+            with phase("reduce"):
+                passes.reduce(index == len(batch.micro_batches) - 1)
             loss_sum += loss.detach()
             num_tokens += micro_batch.num_tokens
         return loss_sum, num_tokens
+
+    def borders(self, inputs: Tensor) -> tuple[Border, ...]:
+        """What each block of the chain but the last hands to the next on this rank, for a micro-batch like `inputs`.
+        ValueError where the model is no chain."""
+        return borders(self.workload, in_compute_precision(self.workload, self.workload.model_without_memory()), inputs)
+
+    def begin_pass(self, inputs: Tensor) -> None:
+        """Blocks will go forward or backward with a micro-batch of these `inputs`, whose `borders` are known."""
 
     def write_directly(self, places: dict[str, Place], task: TrainingTask) -> None:
         """Has layers write the gradients of the parameters named in `places` there while `task` runs."""
         write_directly(self.module, places, task)
 
-    def sum_partial(self, gradients: Tensor) -> None:
-        """Sums, in place, a flat of gradients of partial parameters over the ranks that hold slices of the model."""
+    def sum_partial(self, kinds: Kinds, gradients: Tensor) -> None:
+        """Sums, in place, a flat of gradients of such parameters along the axes where they are partial."""
 
-    def counts(self, kind: Kind) -> bool:
+    def counts(self, kinds: Kinds) -> bool:
         """Whether this rank answers for such parameters where each is to be counted once: in a norm."""
         return True
 

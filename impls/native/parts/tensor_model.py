@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,15 +16,20 @@ from torch import Tensor, nn
 from harness.optimizer import norm_over_ranks
 from harness.parameters import logical_parameters
 from harness.tensor_plan import ColumnParallel, RowParallel, partial_parameters, resolve
-from harness.workload import MicroBatch, Workload
+from harness.workload import Workload
 from harness.workload import cross_entropy_sum as plain_cross_entropy_sum
 from impls.native.parts import tensor_layers, tensor_vocabulary
-from impls.native.parts.direct_gradients import Place, TrainingTask
-from impls.native.parts.order_of_use import order_of_use
-from impls.native.parts.rank_model import Kind, RankModel
+from impls.native.parts.counting_exchange import CountingExchange
+from impls.native.parts.direct_gradients import Place, TrainingTask, can_be_written
+from impls.native.parts.order_of_use import in_compute_precision, order_of_use
+from impls.native.parts.pipeline_chain import borders
+from impls.native.parts.pipeline_messages import Border
+from impls.native.parts.rank_model import Kinds, RankModel
 from impls.native.parts.tensor_cut import Cut, cuts_of, take_local
 from impls.native.parts.tensor_exchange import TensorExchange
 from impls.native.parts.tensor_layers import CutLayer, TensorContext
+
+_META = torch.device("meta")
 
 
 class TensorSlice(RankModel):
@@ -41,10 +47,13 @@ class TensorSlice(RankModel):
         cuts_sequence: bool = False,
         data_degree: int = 1,
         module: nn.Module | None = None,
+        facts: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         assert workload.tensor_plan is not None
         super().__init__(workload, device if module is not None else torch.device("cpu"), whose, module=module)
-        self._group = group
+        self._facts = facts
+        self._group, self._whose, self._data_degree = group, whose, data_degree
+        self._pieces: dict[tuple[int, ...], list[int]] = {}  # by the inputs' shape the sizes of the context
         self.context = TensorContext(exchange=exchange, task=TrainingTask(), cuts_sequence=cuts_sequence)
         self._plan = resolve(self.module, workload.tensor_plan(self.module))
         whole = {parameter.name: parameter for parameter in self.parameters}
@@ -63,32 +72,53 @@ class TensorSlice(RankModel):
         self._head_first: int | None = None
         self._put_layers_in_place()
 
-    def kind(self, name: str) -> Kind:
+    def kinds(self, name: str) -> Kinds:
         if name in self._cuts:
-            return "own"
-        return "partial" if name in self._partial else "alike"
+            return ("own",)
+        return ("partial",) if name in self._partial else ("alike",)
 
-    def loss_sum(self, micro_batch: MicroBatch) -> Tensor:
+    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
         if self._head_first is None or self.workload.loss is not plain_cross_entropy_sum:
-            return self.workload.loss_sum(self.module, micro_batch)
-        loss = partial(tensor_vocabulary.cross_entropy_sum, first=self._head_first, context=self.context)
-        return replace(self.workload, loss=loss).loss_sum(self.module, micro_batch)
+            return super().loss(outputs, targets)
+        return tensor_vocabulary.cross_entropy_sum(outputs, targets, self._head_first, self.context)
+
+    def borders(self, inputs: Tensor) -> tuple[Border, ...]:
+        exchange = self.context.exchange
+        without_values = TensorSlice(
+            self.workload,
+            _META,
+            CountingExchange(exchange.num_ranks, exchange.rank),
+            None,
+            self._whose,
+            cuts_sequence=self.context.cuts_sequence,
+            data_degree=self._data_degree,
+            module=in_compute_precision(self.workload, self.workload.model_without_memory()),
+        )
+        found = borders(self.workload, without_values.module, inputs)
+        self._pieces[tuple(inputs.shape)] = without_values.context.sizes
+        return found
+
+    def begin_pass(self, inputs: Tensor) -> None:
+        self.context.sizes = self._pieces[tuple(inputs.shape)]
 
     def write_directly(self, places: dict[str, Place], task: TrainingTask) -> None:
         self.context.task = task
         first_names = _first_names(self.module)
         for name, layer in self._layers.items():
             for kind in ("weight", "bias"):
-                setattr(layer, kind, places.get(first_names.get(f"{name}.{kind}", "")))
+                place = places.get(first_names.get(f"{name}.{kind}", ""))
+                if place is not None and can_be_written(self.module.get_parameter(f"{name}.{kind}"), place.view):
+                    setattr(layer, kind, place)
         super().write_directly(places, task)
 
-    def sum_partial(self, gradients: Tensor) -> None:
-        total = self.context.exchange.start_sum(gradients)()
-        if total is not gradients:
-            gradients.copy_(total)
+    def sum_partial(self, kinds: Kinds, gradients: Tensor) -> None:
+        if kinds == ("partial",):
+            total = self.context.exchange.start_sum(gradients)()
+            if total is not gradients:
+                gradients.copy_(total)
 
-    def counts(self, kind: Kind) -> bool:
-        return kind == "own" or self.context.exchange.rank == 0
+    def counts(self, kinds: Kinds) -> bool:
+        return kinds == ("own",) or self.context.exchange.rank == 0
 
     def norm_over_slices(self, own: Tensor) -> Tensor:
         assert self._group is not None
@@ -99,6 +129,9 @@ class TensorSlice(RankModel):
 
     def communication_buffers(self) -> Iterable[Tensor]:
         return self.context.exchange.buffers()
+
+    def facts(self) -> Mapping[str, str]:
+        return self._facts
 
     def close(self) -> None:
         self.context.exchange.close()

@@ -11,7 +11,7 @@ of them take turns in the same memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from harness.layout import Layout
@@ -86,8 +86,10 @@ def plan_zero(
     stage: int,
     bucket_bytes: int | None,
     reshards: bool,
+    kinds: Callable[[str], object] = lambda name: None,
 ) -> ZeroPlan:
-    """The plan for the model of `workload`, whose `parameters` are in its compute precision; the same on every rank.
+    """The plan for the model of `workload`, of which a rank trains `parameters`, in its compute precision; the same on
+    every rank that trains them. Those in one flat are alike in `kinds`, by name.
 
     A step holds up to three buckets beside what is sharded: without `bucket_bytes` they are a twelfth of what is
     trained, where they are as fast as larger ones. Stage 3 goes by blocks.
@@ -102,7 +104,7 @@ def plan_zero(
         members = [(unit.module, [by_name[p.name] for p in unit.parameters]) for unit in units.units]
         if not members or members[0][0] is not None:
             members.insert(0, (None, []))  # the root unit is always there, be it empty
-        plan = _sharded(members, layout.shard_degree, bucket_bytes, reshards)
+        plan = _sharded(members, layout.shard_degree, bucket_bytes, reshards, kinds)
         return replace(plan, untraced_because=units.untraced_because, transforms_functions=units.transforms_functions)
     used = in_order_of_use(workload, layout.data, [parameter for parameter in parameters if parameter.trainable])
     return ZeroPlan(
@@ -116,7 +118,9 @@ def plan_zero(
                 gradient_slot=index if stage == 1 else index % _NUM_GRADIENT_SLOTS,
                 parameter_slot=index,
             )
-            for index, bucket in enumerate(plan_buckets(used[::-1], bucket_bytes, least_bytes=_LEAST_BUCKET_BYTES))
+            for index, bucket in enumerate(
+                plan_buckets(used[::-1], bucket_bytes, kinds, least_bytes=_LEAST_BUCKET_BYTES)
+            )
         ),
     )
 
@@ -126,6 +130,7 @@ def _sharded(
     num_ranks: int,
     bucket_bytes: int,
     reshards: bool,
+    kinds: Callable[[str], object],
 ) -> ZeroPlan:
     backward_order = [*range(len(units) - 1, 0, -1), 0]
     slots: dict[object, int] = {}
@@ -133,7 +138,7 @@ def _sharded(
     for trainable in (True, False):
         for unit in backward_order:
             members = [parameter for parameter in units[unit][1] if parameter.trainable is trainable]
-            for position, bucket in enumerate(plan_buckets(members[::-1], bucket_bytes)):
+            for position, bucket in enumerate(plan_buckets(members[::-1], bucket_bytes, kinds)):
                 # Gradients of two blocks are under way at a time, whether parameters are freed in between or not.
                 gradients = ("gradients", trainable, _slot_of_unit(unit, reshards=True), position)
                 gathered = ("parameters", trainable, _slot_of_unit(unit, reshards=reshards), position)

@@ -77,8 +77,8 @@ def test_states_in_memory_are_the_closed_form(instrumented: Instrumented, transp
     largest = {category: max(r.largest_bytes[category] for r in reports) for category in foreseen}
     for category in ("parameters", "communication_buffers"):
         assert largest[category] == foreseen[category], category
-    # The process group's threads may let go of the last activations' sum only after backward.
-    assert 0 <= largest["gradients"] - foreseen["gradients"] <= 64 * 32 * 4
+    # The process group's threads may let go of the last sums of activations only after backward.
+    assert 0 <= largest["gradients"] - foreseen["gradients"] <= 4 * 64 * 32 * 4
     whole = sum(parameter.num_bytes for parameter in registry(workload))
     assert whole / 2 < foreseen["parameters"] < 0.6 * whole  # norms and positions are whole
 

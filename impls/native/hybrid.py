@@ -1,0 +1,152 @@
+"""Any product of data, tensor and pipeline degrees, with whatever is sharded along the data axis. This is where the
+pieces are put together:
+
+    along tensor      a slice of each layer of the tensor plan        tensor.py    \
+    along pipeline    some stages of that                             pipeline.py  /  a RankModel
+    along data        a replica of that, or shards of its states      ddp.py, zero.py
+
+Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from harness.implementation import Implementation, StepOutput
+from harness.layout import Layout
+from harness.mesh import Mesh
+from harness.parameters import MemoryCategory
+from harness.workload import Batch, Workload
+from impls.native.ddp import NativeDataParallel
+from impls.native.parts.rank_model import RankModel
+from impls.native.parts.schedules import make
+from impls.native.parts.shared_memory import Transport
+from impls.native.pipeline import NativePipeline, pipeline_stages
+from impls.native.tensor import NativeTensorParallel, tensor_slice
+from impls.native.zero import NativeShardedOptimizer
+
+Stage = Literal[0, 1, 2, 3]
+
+
+class NativeHybrid(Implementation):
+    """`stage` says what is sharded along the data axis (0: nothing). `transport` is that of the data and the tensor
+    axis, each of which falls back to the process group where its ranks are on several machines. All other options are
+    those of the strategy they belong to."""
+
+    strategy = "hybrid"
+
+    @classmethod
+    def refused_options(cls, options: Mapping[str, Any]) -> str | None:
+        stage = options.get("stage", 0)
+        if stage not in get_args(Stage):
+            return f"stage must be one of {', '.join(map(str, get_args(Stage)))}, got {stage!r}"
+        of_data_axis = NativeShardedOptimizer if stage else NativeDataParallel
+        return of_data_axis.refused_options(options) or NativePipeline.refused_options(options)
+
+    @classmethod
+    def unsupported(
+        cls, workload: Workload, layout: Layout, device: torch.device, options: Mapping[str, Any]
+    ) -> str | None:
+        stage = options.get("stage", 0)
+        if not stage and layout.shard not in (None, 1):
+            return f"stage 0 shards nothing along the data axis, got {layout}; stages 1 to 3 do"
+        if stage > 1 and layout.pipeline > 1:
+            return (
+                f"in a pipeline stage {stage} would exchange what it shards for every micro-batch: expected stage 0 or "
+                f"1, got {layout}"
+            )
+        if layout.tensor > 1:
+            reason = NativeTensorParallel.unsupported(workload, Layout(tensor=layout.tensor), device, options)
+            if reason is not None:
+                return reason
+        if layout.pipeline > 1:
+            reason = NativePipeline.unsupported(workload, Layout(pipeline=layout.pipeline), device, options)
+            if reason is not None:
+                return reason
+        return workload.fits_data_degree(layout.data)
+
+    def __init__(
+        self,
+        workload: Workload,
+        layout: Layout,
+        mesh: Mesh,
+        device: torch.device,
+        *,
+        stage: Stage = 0,
+        reshard_after_forward: bool = True,
+        transport: Transport = "process_group",
+        sequence_parallel: bool = False,
+        schedule: str = "1f1b",
+        chunks: int = 1,
+        partition: str = "parameters",
+        bucket_bytes: int | None = None,
+        direct_gradients: bool = True,
+    ) -> None:
+        if reason := self.refused_options({"stage": stage, "schedule": schedule, "chunks": chunks}):
+            raise ValueError(f"native.hybrid: {reason}")
+
+        def make_model() -> RankModel:
+            if layout.tensor > 1:
+                model: RankModel = tensor_slice(
+                    workload,
+                    layout,
+                    mesh,
+                    device,
+                    "native.hybrid",
+                    transport=transport,
+                    sequence_parallel=sequence_parallel,
+                )
+            else:
+                model = RankModel(workload, device, "native.hybrid")
+            if layout.pipeline > 1:
+                order = make(
+                    schedule,
+                    num_ranks=layout.pipeline,
+                    num_micro_batches=workload.training.num_micro_batches,
+                    num_chunks=chunks,
+                )
+                model = pipeline_stages(model, mesh, "native.hybrid", schedule=order, partition=partition)
+            return model
+
+        options: dict[str, Any] = {"transport": transport, "direct_gradients": direct_gradients}
+        if bucket_bytes is not None:
+            options["bucket_bytes"] = bucket_bytes
+        if stage == 3:
+            options["reshard_after_forward"] = reshard_after_forward
+        if stage:
+            options["stage"] = stage
+        strategy = NativeShardedOptimizer if stage else NativeDataParallel
+        along_data = _over(strategy, make_model)(workload, layout, mesh, device, **options)
+        self._along_data: Implementation = along_data
+        self.module = along_data.module
+
+    def train_step(self, batch: Batch) -> StepOutput:
+        self._along_data.tracks_gradient_norm = self.tracks_gradient_norm
+        return self._along_data.train_step(batch)
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        return self._along_data.full_gradients()
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        return self._along_data.full_parameters()
+
+    def facts(self) -> Mapping[str, str]:
+        return self._along_data.facts()
+
+    def replicated_tensors(self) -> Iterable[Tensor]:
+        return self._along_data.replicated_tensors()
+
+    def memory_tensors(self) -> dict[MemoryCategory, Iterable[Tensor]]:
+        return self._along_data.memory_tensors()
+
+    def close(self) -> None:
+        self._along_data.close()
+
+
+def _over(strategy: type[Implementation], make_model: Callable[[], RankModel]) -> type[Implementation]:
+    """The strategy of the data axis, for what `make_model` makes instead of the workload's whole model."""
+    return type("AlongData", (strategy,), {"whose": "native.hybrid", "_make_model": lambda *_: make_model()})

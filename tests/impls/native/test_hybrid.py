@@ -1,0 +1,90 @@
+"""What conformance does not show of native.hybrid: all three axes at once, layers that put gradients off, and what it
+refuses."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from harness import models
+from harness.implementation import load
+from harness.layout import Layout
+from tests.conftest import parity_case
+
+if TYPE_CHECKING:
+    from tests.conftest import Worlds
+
+CUBE = Layout(data=2, tensor=2, pipeline=2)
+GPT = "gpt:size=tiny,tied=true,num_micro_batches=4,clip_norm=0.5"
+
+
+def check(worlds: Worlds, workload: str, layout: Layout, options: dict[str, Any]) -> None:
+    case = parity_case(workload, "native.hybrid", layout.world_size, layout=layout, options=options, precision="fp64")
+    parity = worlds.parity(case)
+    assert parity.ok, parity.explanation
+    assert parity.replicas_bit_equal
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"stage": 1, "sequence_parallel": True, "schedule": "zero_bubble", "transport": "shared_memory"}]
+)
+def test_all_axes_at_once(worlds: Worlds, options: dict[str, Any]) -> None:
+    check(worlds, f"{GPT},activation_checkpointing=true", CUBE, options)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_layers_that_put_gradients_off_keep_no_bucket_waiting(worlds: Worlds, stage: int) -> None:
+    """The projections of a region leave their weights' gradients to its entrance, and are in buckets of their own."""
+    options = {"stage": stage, "bucket_bytes": 1}
+    check(worlds, "llama:size=tiny,num_micro_batches=2", Layout(data=2, tensor=2), options)
+
+
+def test_shards_within_groups_of_slices(worlds: Worlds) -> None:
+    check(worlds, GPT, Layout(data=4, shard=2, tensor=2), {"stage": 2})
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_fp32_gradients"])
+def test_low_precision_stays_within_its_envelope(worlds: Worlds, precision: str) -> None:
+    layout = Layout(data=2, tensor=2)
+    text = "awkward:kind=clipped"
+    case = parity_case(text, "native.hybrid", 4, layout=layout, options={"stage": 1}, precision=precision)
+    parity = worlds.parity(case)
+    assert parity.ok, parity.explanation
+
+
+@pytest.mark.parametrize(
+    ("workload", "layout", "options", "message"),
+    [
+        (GPT, CUBE, {"stage": 2}, "in a pipeline stage 2 would exchange what it shards for every micro-batch"),
+        (GPT, Layout(data=2, shard=2, tensor=2), {}, "stage 0 shards nothing along the data axis, got data=2 shard=2"),
+        ("convnet", Layout(data=2, tensor=2), {}, "workload convnet has no tensor plan"),
+        ("convnet", Layout(data=2, pipeline=2), {}, "workload convnet has no chain"),
+        (GPT, Layout(tensor=2, pipeline=8), {}, "8 stages need as many blocks, got the 4 of gpt"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_put_together_is_refused_before_any_process_starts(
+    workload: str, layout: Layout, options: dict[str, Any], message: str
+) -> None:
+    reason = load("native.hybrid").unsupported(models.load(workload), layout, torch.device("cpu"), options)
+    assert reason is not None
+    assert reason.startswith(message), reason
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stage": 4}, "stage must be one of 0, 1, 2, 3, got 4"),
+        ({"schedule": "dfs"}, "schedule must be one of gpipe, 1f1b, interleaved_1f1b, zero_bubble, got 'dfs'"),
+        ({"stage": 2, "reshard_after_forward": False}, "reshard_after_forward is for stage 3, .* got stage 2"),
+        ({"bucket_bytes": 0}, "bucket_bytes must be at least 1, got 0"),
+    ],
+    ids=str,
+)
+def test_options_without_meaning_are_refused(options: dict[str, Any], message: str) -> None:
+    refused = load("native.hybrid").refused_options(options)
+    assert refused is not None
+    assert re.search(message, refused), refused
