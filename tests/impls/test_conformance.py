@@ -85,16 +85,16 @@ _WAYS_TO_THE_SAME = (
 )
 
 
+def layouts_for(name: str) -> list[Layout]:
+    return _PRODUCTS if "hybrid" in name else [*_WORLDS, *_HYBRIDS, *_SLICES]
+
+
 def supported_layouts(name: str, options: dict[str, Any], kind: str) -> list[Layout]:
     """Those on which the implementation does not refuse the workload."""
     workload = in_precision(models.load(f"awkward:kind={kind}"), precision_of(kind))
     loaded = implementation.load(name)
     device = torch.device("cpu")
-    return [
-        layout
-        for layout in (_PRODUCTS if "hybrid" in name else [*_WORLDS, *_HYBRIDS, *_SLICES])
-        if not loaded.unsupported(workload, layout, device, options)
-    ]
+    return [layout for layout in layouts_for(name) if not loaded.unsupported(workload, layout, device, options)]
 
 
 def precision_of(kind: str) -> str:
@@ -149,7 +149,7 @@ def test_trains_on_every_layout(worlds: Worlds, name: str, options: dict[str, An
 
 def refusal(name: str, options: dict[str, Any], kind: str) -> str:
     workload = in_precision(models.load(f"awkward:kind={kind}"), precision_of(kind))
-    return str(implementation.load(name).unsupported(workload, Layout(data=2), torch.device("cpu"), options))
+    return str(implementation.load(name).unsupported(workload, layouts_for(name)[1], torch.device("cpu"), options))
 
 
 @pytest.mark.parametrize("name", ["native.ddp", "native.zero", "torch.ddp", "torch.fsdp"])
