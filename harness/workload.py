@@ -220,12 +220,16 @@ class Workload:
             model.load_state_dict(torch.load(self.weights, weights_only=True, mmap=True))
         if not self.fixed_dtypes:
             model.to(self.precision.compute)
+        self.checkpoint_activations(model)
+        return model.train()
+
+    def checkpoint_activations(self, model: nn.Module) -> None:
+        """Has the blocks of `model` computed again in backward, where the recipe says so."""
         if self.training.activation_checkpointing:
             _refuse_batch_norm(model)
             for block in self.blocks(model):
                 # The instance attribute shadows the method: parameter names stay as they are.
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-        return model.train()
 
     def model_without_memory(self) -> nn.Module:
         """The module as the builder makes it, on torch's meta device."""

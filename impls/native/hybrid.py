@@ -10,7 +10,7 @@ Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -19,9 +19,10 @@ from torch import Tensor
 from harness.implementation import Implementation, StepOutput
 from harness.layout import Layout
 from harness.mesh import Mesh
-from harness.parameters import MemoryCategory
+from harness.parameters import LogicalParameter, MemoryCategory
 from harness.workload import Batch, Workload
 from impls.native.ddp import NativeDataParallel
+from impls.native.parts import hybrid_costs
 from impls.native.parts.rank_model import RankModel
 from impls.native.parts.schedules import make
 from impls.native.parts.shared_memory import Transport
@@ -68,6 +69,20 @@ class NativeHybrid(Implementation):
             if reason is not None:
                 return reason
         return workload.fits_data_degree(layout.data)
+
+    @classmethod
+    def predicted_memory(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Mapping[MemoryCategory, int] | None:
+        """Not with a pipeline degree."""
+        return hybrid_costs.memory_bytes(workload, layout, options)
+
+    @classmethod
+    def predicted_wire_bytes(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> int | None:
+        """Not with a pipeline degree."""
+        return hybrid_costs.wire_bytes(workload, layout, options)
 
     def __init__(
         self,

@@ -61,7 +61,7 @@ class NativeTensorParallel(NativeDataParallel):
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> int | None:
         costs = _costs(workload, layout, options)
-        return None if costs is None else costs.sent_bytes
+        return None if costs is None else costs.activation_bytes + costs.partial_bytes + costs.norm_bytes
 
     def __init__(
         self,

@@ -3,6 +3,7 @@ this very code as any rank of any number of ranks, in one process."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from harness.parameters import LogicalParameter, all_reduce_wire_bytes
 from harness.workload import Workload
 from impls.native.parts.counting_exchange import CountingExchange
 from impls.native.parts.order_of_use import in_compute_precision
+from impls.native.parts.rank_model import Kinds
 from impls.native.parts.tensor_model import TensorSlice
 
 _META = torch.device("meta")
@@ -19,17 +21,23 @@ _NORM_BYTES = torch.float64.itemsize
 
 @dataclass(frozen=True, kw_only=True)
 class TensorCosts:
-    """Of the first rank: its `parameters` as they lie there, the bytes it sends in a step, and the most it sends at
-    once."""
+    """Of the first rank: its `parameters` as they lie there, with their `kinds` by name; the bytes that it sends of a
+    step's activations and their gradients, for one sum of the partial gradients, and for the norm, if the recipe needs
+    it; the most that it sends at once."""
 
     parameters: tuple[LogicalParameter, ...]
-    sent_bytes: int
+    kinds: Mapping[str, Kinds]
+    activation_bytes: int
+    partial_bytes: int
+    norm_bytes: int
     largest_bytes: int
 
 
 def tensor_costs(workload: Workload, degree: int, *, data_degree: int, cuts_sequence: bool) -> TensorCosts | None:
     """None where the model does not run without values."""
     exchange = CountingExchange(degree)
+    module = in_compute_precision(workload, workload.model_without_memory())
+    workload.checkpoint_activations(module)
     try:
         model = TensorSlice(
             workload,
@@ -39,20 +47,25 @@ def tensor_costs(workload: Workload, degree: int, *, data_degree: int, cuts_sequ
             "tensor parallelism",
             cuts_sequence=cuts_sequence,
             data_degree=data_degree,
-            module=in_compute_precision(workload, workload.model_without_memory()),
+            module=module,
         )
         for micro_batch in workload.batch(0, data_degree=data_degree).to(_META).micro_batches:
             with torch.device(_META):
                 model.loss_sum(micro_batch).backward()
     except (NotImplementedError, RuntimeError):  # whatever a model does with tensors that have no values
         return None
-    partial = [p for p in model.parameters if p.trainable and model.kinds(p.name) == ("partial",)]
-    sent = exchange.sent_bytes
     precision = workload.precision
+    partial = [p for p in model.parameters if p.trainable and model.kinds(p.name) == ("partial",)]
+    partial_bytes = 0
     for dtype in dict.fromkeys(parameter.dtype for parameter in partial):
         gradient = precision.gradient if precision.master else dtype
         flat = sum(p.num_elements for p in partial if p.dtype == dtype) * gradient.itemsize
-        sent += all_reduce_wire_bytes(flat, degree)
-    if workload.training.checks_norm:
-        sent += (degree - 1) * _NORM_BYTES
-    return TensorCosts(parameters=model.parameters, sent_bytes=sent, largest_bytes=exchange.largest_bytes)
+        partial_bytes += all_reduce_wire_bytes(flat, degree)
+    return TensorCosts(
+        parameters=model.parameters,
+        kinds={parameter.name: model.kinds(parameter.name) for parameter in model.parameters},
+        activation_bytes=exchange.sent_bytes,
+        partial_bytes=partial_bytes,
+        norm_bytes=(degree - 1) * _NORM_BYTES if workload.training.checks_norm else 0,
+        largest_bytes=exchange.largest_bytes,
+    )

@@ -4,15 +4,21 @@ refuses."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from harness import models
+from harness.case import Case
 from harness.implementation import load
 from harness.layout import Layout
+from harness.measure import communication
+from harness.measure.memory import MemoryReport
+from harness.measure.predicted_memory import registry
 from tests.conftest import parity_case
+from tests.impls.test_figures import Instrumented, work_of
 
 if TYPE_CHECKING:
     from tests.conftest import Worlds
@@ -53,6 +59,51 @@ def test_low_precision_stays_within_its_envelope(worlds: Worlds, precision: str)
     case = parity_case(text, "native.hybrid", 4, layout=layout, options={"stage": 1}, precision=precision)
     parity = worlds.parity(case)
     assert parity.ok, parity.explanation
+
+
+@pytest.fixture(scope="module")
+def instrumented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instrumented]:
+    ranks = Instrumented(tmp_path_factory.mktemp("instrumented"))
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"stage": 1, "sequence_parallel": True},
+        {"stage": 2, "transport": "shared_memory"},
+        {"stage": 3},
+        {"stage": 3, "sequence_parallel": True, "transport": "shared_memory"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("recipe", ["num_micro_batches=2", "clip_norm=0.5,activation_checkpointing=true"])
+def test_bytes_and_states_are_the_closed_forms(
+    instrumented: Instrumented, options: dict[str, Any], recipe: str
+) -> None:
+    """Of each axis, over the slices of the other."""
+    case = Case(
+        workload=f"gpt:size=tiny,{recipe}",
+        implementation="native.hybrid",
+        layout=Layout(data=2, tensor=2),
+        options=options,
+    )
+    workload, kind = work_of(case), load("native.hybrid")
+    launch = instrumented.adopt(case)
+    launch.command("build")
+    launch.command("time_steps", num_steps=2)
+    answers = launch.command("measure_communication", num_steps=1)
+    sent = communication.summarise([answer["records"] for answer in answers])["communication.bytes_per_step"]
+    assert sent == kind.predicted_wire_bytes(workload, registry(workload), case.layout, case.options)
+    launch = instrumented.adopt(case)
+    reports: list[MemoryReport] = launch.command("build_and_measure_memory", num_steps=1)
+    foreseen = kind.predicted_memory(workload, registry(workload), case.layout, case.options)
+    assert foreseen is not None
+    for category in ("parameters", "optimizer_states"):
+        largest = max(report.largest_bytes[category] for report in reports)
+        assert largest - foreseen[category] in range(2048), category  # counters of steps
 
 
 @pytest.mark.parametrize(
