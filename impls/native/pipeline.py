@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from harness.chain import NoChain, borders, chain_of
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.parameters import LogicalParameter, MemoryCategory
 from harness.partition import additive, cut
 from harness.workload import Workload
 from impls.native.ddp import NativeDataParallel
-from impls.native.parts.pipeline_chain import SkipConnection, borders
 from impls.native.parts.pipeline_model import PipelineStages
 from impls.native.parts.rank_model import RankModel
 from impls.native.parts.schedules import make
@@ -46,19 +46,20 @@ class NativePipeline(NativeDataParallel):
     ) -> str | None:
         if (layout.data, layout.tensor) != (1, 1):
             return f"pipeline parallelism takes a pipeline degree alone, got {layout}"
-        if workload.chain is None:
-            return f"workload {workload.name} has no chain: it does not say which blocks follow each other"
+        try:
+            num_blocks = len(chain_of(workload).blocks)
+        except NoChain as error:
+            return str(error)
         if workload.uses_random_numbers:
             return "dropout in later stages draws other masks than one process does, so that nothing can be compared"
         if workload.synchronise_batch_norm or workload.depends_on_chunks:
             return "what depends on the samples of a micro-batch is not compared yet"
         num_stages = layout.pipeline * options.get("chunks", 1)
-        num_blocks = len(workload.chain(workload.model_without_memory()))
         if num_blocks < num_stages:
             return f"{num_stages} stages need as many blocks, got the {num_blocks} of {workload.name}"
         try:
             borders(workload, workload.batch(0).micro_batches[0].inputs)
-        except SkipConnection as error:
+        except NoChain as error:
             return str(error)
         return None
 

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from harness.chain import Border, borders, run_blocks
 from harness.optimizer import norm_over_ranks
 from harness.parameters import logical_parameters
 from harness.workload import Batch, Workload
 from impls.native.parts.direct_gradients import TrainingTask
-from impls.native.parts.pipeline_chain import borders, run_blocks
 from impls.native.parts.pipeline_executor import Executor, StageRun
-from impls.native.parts.pipeline_messages import Border, Messages
+from impls.native.parts.pipeline_messages import Messages
 from impls.native.parts.rank_model import Kind, RankModel
 from impls.native.parts.schedules import Schedule
 

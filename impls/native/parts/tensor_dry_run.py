@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from harness.parameters import LogicalParameter, all_reduce_wire_bytes
-from harness.workload import Workload
-from impls.native.parts.order_of_use import in_compute_precision
+from harness.workload import Workload, in_compute_precision
 from impls.native.parts.tensor_exchange import Finish, TensorExchange
 from impls.native.parts.tensor_model import TensorSlice
 
