@@ -62,6 +62,25 @@ def test_borders_of_all_sorts(worlds: Worlds, name: str, num_stages: int, option
     assert parity.ok, parity.explanation
 
 
+@pytest.mark.parametrize(
+    ("workload", "num_stages", "options"),
+    [
+        ("llama:tied=true,num_micro_batches=3,clip_norm=1.0", 2, {"schedule": "zero_bubble"}),
+        ("llama:num_micro_batches=2,activation_checkpointing=true", 4, {"partition": "uniform"}),
+    ],
+)
+def test_trains_a_model_of_transformers(
+    worlds: Worlds, workload: str, num_stages: int, options: dict[str, Any]
+) -> None:
+    """Grouped-query attention and rotary positions, the embedding tied to the head across stages."""
+    pytest.importorskip("transformers", reason="transformers is not installed (the hf extra)")
+    layout = Layout(pipeline=num_stages)
+    parity = worlds.parity(
+        parity_case(workload, "native.pipeline", num_stages, layout=layout, options=options, precision="fp64")
+    )
+    assert parity.ok, parity.explanation
+
+
 @pytest.fixture(scope="module")
 def instrumented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instrumented]:
     ranks = Instrumented(tmp_path_factory.mktemp("instrumented"))
