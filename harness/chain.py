@@ -58,7 +58,7 @@ def chain_of(workload: Workload, build: Callable[[], nn.Module] | None = None) -
     NoChain where the workload names no blocks, they cannot be built, or a parameter belongs to none of them."""
     if workload.chain is None:
         raise NoChain(f"workload {workload.name} has no chain: it does not say which blocks follow each other")
-    with _reasons("pipeline: the chain cannot be built without values"):
+    with reasons("pipeline: the chain cannot be built without values"):
         model = in_compute_precision(workload, workload.model_without_memory()) if build is None else build()
         blocks = tuple(workload.chain(model))
     names = _names(model, blocks)
@@ -71,16 +71,21 @@ def chain_of(workload: Workload, build: Callable[[], nn.Module] | None = None) -
 
 def run_blocks(blocks: Sequence[nn.Module], inputs: Sequence[Tensor]) -> list[Tensor]:
     """What comes out of `blocks`, one after another, as in nn.Sequential: several tensors are one tuple."""
-    value: Any = inputs[0] if len(inputs) == 1 else tuple(inputs)
+    value = as_value(inputs)
     for block in blocks:
         value = block(value)
     return list(value) if isinstance(value, tuple | list) else [value]
 
 
+def as_value(tensors: Sequence[Tensor]) -> Any:
+    """How a block, or the loss, gets what the block before has handed on."""
+    return tensors[0] if len(tensors) == 1 else tuple(tensors)
+
+
 def run_without_values(chain: Chain, index: int, inputs: Sequence[Tensor]) -> list[Tensor]:
     """What comes out of block `index`; whatever it raises is a NoChain that names it."""
     name = chain.names[index]
-    with _reasons(f"pipeline: {name} cannot be run without values"):
+    with reasons(f"pipeline: {name} cannot be run without values"):
         outputs = run_blocks([chain.blocks[index]], inputs)
     for tensor in outputs:
         if not isinstance(tensor, Tensor):
@@ -125,7 +130,7 @@ def borders(workload: Workload, inputs: Tensor) -> tuple[Border, ...]:
 
 
 @contextmanager
-def _reasons(doing: str) -> Iterator[None]:
+def reasons(doing: str) -> Iterator[None]:
     """Turns whatever a user's module raises into a NoChain of one line, `doing` before it."""
     try:
         yield

@@ -10,11 +10,12 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from harness.block_times import block_seconds
 from harness.chain import NoChain, borders, chain_of
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.parameters import LogicalParameter, MemoryCategory
-from harness.partition import additive, cut
+from harness.stage_costs import Partition, stages_of
 from harness.workload import Workload
 from impls.native.ddp import NativeDataParallel
 from impls.native.parts.pipeline_model import PipelineStages
@@ -24,7 +25,8 @@ from impls.native.parts.schedules import make
 
 class NativePipeline(NativeDataParallel):
     """`schedule` orders forwards and backwards; `chunks` is the number of stages on each rank, for the interleaved
-    schedule. `partition` says what a stage is to cost: blocks alike, or by their parameters."""
+    schedule. `partition` says what stages are to have alike: the number of blocks (uniform), parameters, FLOPs, time as
+    the first rank measures it, or memory under that schedule."""
 
     strategy = "pipeline_parallel"
     whose: ClassVar[str] = "native.pipeline"
@@ -36,8 +38,6 @@ class NativePipeline(NativeDataParallel):
             make(schedule, num_ranks=1, num_micro_batches=1, num_chunks=chunks)
         except ValueError as error:
             return str(error)
-        if options.get("partition", "parameters") not in ("uniform", "parameters"):
-            return f"partition must be uniform or parameters, got {options['partition']!r}"
         return None
 
     @classmethod
@@ -84,7 +84,7 @@ class NativePipeline(NativeDataParallel):
         *,
         schedule: str = "1f1b",
         chunks: int = 1,
-        partition: str = "parameters",
+        partition: Partition = "flops",
         direct_gradients: bool = True,
     ) -> None:
         self._schedule = make(
@@ -97,7 +97,9 @@ class NativePipeline(NativeDataParallel):
         super().__init__(workload, layout, mesh, device, direct_gradients=direct_gradients)
 
     def _make_model(self, workload: Workload, layout: Layout, mesh: Mesh, device: torch.device) -> RankModel:
-        stages = stages_of(workload, self._schedule.num_stages, self._partition)
+        schedule, group = self._schedule, mesh.group("pipeline")
+        seconds = measured_by_first(workload, device, group) if self._partition == "time" else None
+        stages = stages_of(workload, schedule.num_stages, self._partition, schedule.in_flight(), seconds)
         pipeline_ranks = mesh.ranks("pipeline")
 
         def make_ties(places: Sequence[int]) -> dist.ProcessGroup | None:
@@ -107,17 +109,17 @@ class NativePipeline(NativeDataParallel):
         return PipelineStages(
             workload,
             device,
-            mesh.group("pipeline"),
+            group,
             self.whose,
             stages=stages,
-            schedule=self._schedule,
+            schedule=schedule,
             make_ties=make_ties,
         )
 
 
-def stages_of(workload: Workload, num_stages: int, partition: str) -> tuple[range, ...]:
-    """The blocks of each stage. ValueError where there are fewer blocks than stages."""
-    assert workload.chain is not None
-    blocks = workload.chain(workload.model_without_memory())
-    costs = [1.0 if partition == "uniform" else float(sum(p.numel() for p in block.parameters())) for block in blocks]
-    return cut(len(blocks), num_stages, additive(costs))
+def measured_by_first(workload: Workload, device: torch.device, group: dist.ProcessGroup) -> Sequence[float]:
+    """The seconds of each block, as the first rank of `group` measures them while the others wait. Collective."""
+    measured: list[Any] = [block_seconds(workload, device) if group.rank() == 0 else None]
+    dist.broadcast_object_list(measured, group_src=0, group=group)
+    found: Sequence[float] = measured[0]
+    return found

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.chain import Border, borders, run_blocks
+from harness.chain import Border, as_value, borders, run_blocks
 from harness.optimizer import norm_over_ranks
 from harness.parameters import logical_parameters
 from harness.workload import Batch, Workload
@@ -118,8 +118,7 @@ class PipelineStages(RankModel):
             outputs = run_blocks(self._blocks[stage], inputs or [micro_batch.inputs])
             if not is_last:
                 return outputs
-            whole: Any = outputs[0] if len(outputs) == 1 else tuple(outputs)
-            loss = self.workload.loss(whole, micro_batch.targets)
+            loss = self.workload.loss(as_value(outputs), micro_batch.targets)
             losses.append(loss if micro_batch.num_tokens else loss * 0.0)
             return [losses[-1] / batch.global_num_tokens]
 
