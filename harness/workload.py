@@ -331,6 +331,13 @@ def _share(length: int, index: int, count: int) -> tuple[int, int]:
 TRAINING_OPTIONS = frozenset(f.name for f in fields(Training))
 
 
+def in_compute_precision(workload: Workload, model: nn.Module) -> nn.Module:
+    """`model` with the dtypes that it is trained in, in training mode."""
+    if not workload.fixed_dtypes:
+        model.to(workload.precision.compute)
+    return model.train()
+
+
 def in_precision(workload: Workload, precision: str, weights: Path | None = None) -> Workload:
     """The same work in another precision, starting from the weights in the file `weights`. Where a workload fixes its
     dtypes, gradients have those of their parameters and there are no masters."""

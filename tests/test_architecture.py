@@ -24,6 +24,10 @@ FOR_IMPLEMENTATIONS = {
     "harness.data",
     "harness.tensor_plan",
     "harness.partition",
+    "harness.chain",
+    "harness.block_times",
+    "harness.stage_costs",
+    "harness.tensors_in_use",
 }
 FOR_SUITES = {"harness.case", "harness.layout", "harness.topology", "harness.workload"}
 FOR_DASHBOARDS = {"harness.tracking", "harness.result"}

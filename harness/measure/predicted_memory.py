@@ -9,6 +9,7 @@ looks out for such tensors may take another path: transformers then builds the a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -91,7 +92,7 @@ def predicted(
 def registry(workload: Workload) -> tuple[LogicalParameter, ...]:
     """The workload's parameters, without the memory to hold them."""
     with FakeTensorMode():
-        return logical_parameters(_fake_model(workload, _CPU), workload.decays)
+        return logical_parameters(fake_model(workload, _CPU), workload.decays)
 
 
 def largest_micro_batch(workload: Workload, data_degree: int) -> int:
@@ -100,13 +101,16 @@ def largest_micro_batch(workload: Workload, data_degree: int) -> int:
     return -(-of_all_ranks // data_degree)
 
 
-class _LiveStorages(TorchDispatchMode):
-    """Counts the bytes of the storages that operations make while they are alive; `apart` do not count."""
+class LiveStorages(TorchDispatchMode):
+    """Counts the bytes of the storages that operations make while they are alive; `apart` do not count. `bytes_of` are
+    those of each `owner`: whoever that was when they were made."""
 
     def __init__(self, apart: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0
         self.peak = 0
+        self.owner: object = None
+        self.bytes_of: Counter[object] = Counter()
         self._apart = [tensor.untyped_storage() for tensor in apart]  # held, so that their ids stay theirs
         self._alive: dict[int, Any] = {id(storage): storage for storage in self._apart}
 
@@ -122,19 +126,21 @@ class _LiveStorages(TorchDispatchMode):
     def _count(self, storage: UntypedStorage) -> None:
         if id(storage) not in self._alive:
             num_bytes = storage.nbytes()
-            self._alive[id(storage)] = ref(storage, partial(self._forget, id(storage), num_bytes))
+            self._alive[id(storage)] = ref(storage, partial(self._forget, id(storage), num_bytes, self.owner))
             self.bytes += num_bytes
+            self.bytes_of[self.owner] += num_bytes
             self.peak = max(self.peak, self.bytes)
 
-    def _forget(self, key: int, num_bytes: int, _: Any) -> None:
+    def _forget(self, key: int, num_bytes: int, owner: object, _: Any) -> None:
         del self._alive[key]
         self.bytes -= num_bytes
+        self.bytes_of[owner] -= num_bytes
 
 
 def _run(
     workload: Workload, sample: tuple[Tensor, Tensor], num_samples: int, device: torch.device, prepare: Preparation
 ) -> DryRun:
-    model = _fake_model(workload, device)
+    model = fake_model(workload, device)
     inputs, targets = (
         _in_compute_precision(workload, torch.zeros((num_samples, *tensor.shape), dtype=tensor.dtype, device=device))
         for tensor in sample
@@ -144,7 +150,7 @@ def _run(
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     tell_loss = prepare(model, gradients)
-    with _LiveStorages([*parameters, *gradients.values(), *model.buffers(), inputs, targets]) as live:
+    with LiveStorages([*parameters, *gradients.values(), *model.buffers(), inputs, targets]) as live:
         micro_batch = MicroBatch(inputs=inputs, targets=targets, num_tokens=1, seed=0)
         loss = workload.loss_sum(model, micro_batch)
         activation_bytes = live.bytes
@@ -154,7 +160,7 @@ def _run(
     return DryRun(activation_bytes=activation_bytes + states, peak_bytes=live.peak + states)
 
 
-def _fake_model(workload: Workload, device: torch.device) -> nn.Module:
+def fake_model(workload: Workload, device: torch.device) -> nn.Module:
     """The model on `device` in compute precision; inside FakeTensorMode, whose tensors Module.to() cannot convert."""
     model = replace(workload, weights=None, fixed_dtypes=True).build_model()
     converted: dict[Tensor, Tensor] = {}  # a tied parameter stays one

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from harness.datasets import STANDARD_LIBRARY, open_text
@@ -74,6 +75,33 @@ def decoder_layers(model: nn.Module) -> Sequence[nn.Module]:
     return list(causal.model.layers)
 
 
+class Decoder(nn.Module):
+    """A layer as a block of a chain, (samples, length, width) in and out. The rotary angles that the whole model hands
+    to all its layers are the positions' alone: each block makes them again, so that they need not travel."""
+
+    def __init__(self, layer: nn.Module, rotary: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.rotary = layer, rotary
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
+        transformed: Tensor = self.layer(x, attention_mask=None, position_embeddings=self.rotary(x, positions))
+        return transformed
+
+
+class Head(nn.Sequential):
+    """(samples, length, width) to logits (samples, length, vocabulary)."""
+
+
+def chain(model: nn.Module) -> Sequence[nn.Module]:
+    """Embedding, layers, and the last norm with the vocabulary's weights. They hold the modules of `model`, whose own
+    forward does not go by them."""
+    causal: Any = model.causal
+    decoder = causal.model
+    layers = [Decoder(layer, decoder.rotary_emb) for layer in decoder.layers]
+    return [decoder.embed_tokens, *layers, Head(decoder.norm, causal.lm_head)]
+
+
 def tensor_plan(model: nn.Module) -> TensorPlan:
     """transformers' own."""
     causal: Any = model.causal
@@ -111,5 +139,6 @@ def workload(
         training=training,
         blocks=decoder_layers,
         tensor_plan=tensor_plan,
+        chain=chain,
         flops_per_unit=flops_per_token(sizes),
     )

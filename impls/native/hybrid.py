@@ -20,6 +20,7 @@ from harness.implementation import Implementation, StepOutput
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.parameters import LogicalParameter, MemoryCategory
+from harness.stage_costs import Partition
 from harness.workload import Batch, Workload
 from impls.native.ddp import NativeDataParallel
 from impls.native.parts import hybrid_costs
@@ -97,7 +98,7 @@ class NativeHybrid(Implementation):
         sequence_parallel: bool = False,
         schedule: str = "1f1b",
         chunks: int = 1,
-        partition: str = "parameters",
+        partition: Partition = "flops",
         bucket_bytes: int | None = None,
         direct_gradients: bool = True,
     ) -> None:

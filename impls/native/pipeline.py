@@ -9,15 +9,16 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 
+from harness.block_times import block_seconds
+from harness.chain import NoChain, borders, chain_of
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.parameters import LogicalParameter, MemoryCategory
-from harness.partition import additive, cut
+from harness.stage_costs import Partition, stages_of
 from harness.workload import Workload
 from impls.native.ddp import NativeDataParallel
-from impls.native.parts.order_of_use import in_compute_precision
-from impls.native.parts.pipeline_chain import SkipConnection, borders
 from impls.native.parts.pipeline_model import PipelineStages
 from impls.native.parts.rank_model import RankModel
 from impls.native.parts.schedules import Schedule, make
@@ -25,7 +26,8 @@ from impls.native.parts.schedules import Schedule, make
 
 class NativePipeline(NativeDataParallel):
     """`schedule` orders forwards and backwards; `chunks` is the number of stages on each rank, for the interleaved
-    schedule. `partition` says what a stage is to cost: blocks alike, or by their parameters."""
+    schedule. `partition` says what stages are to have alike: the number of blocks (uniform), parameters, FLOPs, time as
+    the first rank measures it, or memory under that schedule."""
 
     strategy = "pipeline_parallel"
     whose: ClassVar[str] = "native.pipeline"
@@ -37,8 +39,6 @@ class NativePipeline(NativeDataParallel):
             make(schedule, num_ranks=1, num_micro_batches=1, num_chunks=chunks)
         except ValueError as error:
             return str(error)
-        if options.get("partition", "parameters") not in ("uniform", "parameters"):
-            return f"partition must be uniform or parameters, got {options['partition']!r}"
         return None
 
     @classmethod
@@ -47,20 +47,20 @@ class NativePipeline(NativeDataParallel):
     ) -> str | None:
         if (layout.data, layout.tensor) != (1, 1):
             return f"pipeline parallelism takes a pipeline degree alone, got {layout}"
-        if workload.chain is None:
-            return f"workload {workload.name} has no chain: it does not say which blocks follow each other"
+        try:
+            num_blocks = len(chain_of(workload).blocks)
+        except NoChain as error:
+            return str(error)
         if workload.uses_random_numbers:
             return "dropout in later stages draws other masks than one process does, so that nothing can be compared"
         if workload.synchronise_batch_norm or workload.depends_on_chunks:
             return "what depends on the samples of a micro-batch is not compared yet"
         num_stages = layout.pipeline * options.get("chunks", 1)
-        num_blocks = len(workload.chain(workload.model_without_memory()))
         if num_blocks < num_stages:
             return f"{num_stages} stages need as many blocks, got the {num_blocks} of {workload.name}"
         try:
-            model = in_compute_precision(workload, workload.model_without_memory())
-            borders(workload, model, workload.batch(0).micro_batches[0].inputs)
-        except SkipConnection as error:
+            borders(workload, workload.batch(0).micro_batches[0].inputs)
+        except NoChain as error:
             return str(error)
         return None
 
@@ -85,7 +85,7 @@ class NativePipeline(NativeDataParallel):
         *,
         schedule: str = "1f1b",
         chunks: int = 1,
-        partition: str = "parameters",
+        partition: Partition = "flops",
         direct_gradients: bool = True,
     ) -> None:
         self._schedule = make(
@@ -102,21 +102,26 @@ class NativePipeline(NativeDataParallel):
         return pipeline_stages(whole, mesh, self.whose, schedule=self._schedule, partition=self._partition)
 
 
-def pipeline_stages(whole: RankModel, mesh: Mesh, whose: str, *, schedule: Schedule, partition: str) -> PipelineStages:
+def pipeline_stages(
+    whole: RankModel, mesh: Mesh, whose: str, *, schedule: Schedule, partition: Partition
+) -> PipelineStages:
     """This rank's stages of `whole`, by its place along the pipeline axis. Collective."""
+    workload, group = whole.workload, mesh.group("pipeline")
+    # One cut for all: what other slices and replicas of the model measure would differ.
+    seconds = measured_by_first(workload, whole.device, mesh.group("world")) if partition == "time" else None
     return PipelineStages(
         whole,
-        mesh.group("pipeline"),
+        group,
         whose,
-        stages=stages_of(whole.workload, schedule.num_stages, partition),
+        stages=stages_of(workload, schedule.num_stages, partition, schedule.in_flight(), seconds),
         schedule=schedule,
         make_ties=partial(mesh.part, "pipeline"),
     )
 
 
-def stages_of(workload: Workload, num_stages: int, partition: str) -> tuple[range, ...]:
-    """The blocks of each stage. ValueError where there are fewer blocks than stages."""
-    assert workload.chain is not None
-    blocks = workload.chain(workload.model_without_memory())
-    costs = [1.0 if partition == "uniform" else float(sum(p.numel() for p in block.parameters())) for block in blocks]
-    return cut(len(blocks), num_stages, additive(costs))
+def measured_by_first(workload: Workload, device: torch.device, group: dist.ProcessGroup) -> Sequence[float]:
+    """The seconds of each block, as the first rank of `group` measures them while the others wait. Collective."""
+    measured: list[Any] = [block_seconds(workload, device) if group.rank() == 0 else None]
+    dist.broadcast_object_list(measured, group_src=0, group=group)
+    found: Sequence[float] = measured[0]
+    return found

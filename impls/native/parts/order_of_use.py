@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from harness.parameters import LogicalParameter
-from harness.workload import Workload
-from impls.native.parts.tensors_in_use import Operations, names_by_storage, storage_key, tensors_in
+from harness.tensors_in_use import Operations, names_by_storage, storage_key, tensors_in
+from harness.workload import Workload, in_compute_precision
 
 
 def order_of_use(workload: Workload, data_degree: int) -> list[str]:
@@ -31,13 +31,6 @@ def order_of_use(workload: Workload, data_degree: int) -> list[str]:
 def first_inputs(workload: Workload, data_degree: int) -> Tensor:
     """What the first data rank feeds forward first."""
     return workload.batch(0, data_rank=0, data_degree=data_degree).micro_batches[0].inputs
-
-
-def in_compute_precision(workload: Workload, model: nn.Module) -> nn.Module:
-    """`model` with the dtypes that it is trained in, in training mode."""
-    if not workload.fixed_dtypes:
-        model.to(workload.precision.compute)
-    return model.train()
 
 
 def forward_without_values(model: nn.Module, inputs: Tensor) -> Any:

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from harness.chain import Border
 from impls.native.parts.direct_gradients import TrainingTask
 from impls.native.parts.pipeline_actions import Action, Kind
-from impls.native.parts.pipeline_messages import Border, Messages
+from impls.native.parts.pipeline_messages import Messages
 
 Forward = Callable[[int, list[Tensor]], list[Tensor]]
 """(micro-batch, inputs): a stage's outputs; the first stage's inputs are empty, the last one's output is the objective,

@@ -8,32 +8,13 @@ forward only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Border = tuple["TensorShape", ...]
-"""The tensors that cross a border with one micro-batch, in order."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorShape:
-    """`carries_gradient` if the stage after sends its gradient back."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    carries_gradient: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorShape:
-        return cls(shape=tuple(tensor.shape), dtype=tensor.dtype, carries_gradient=tensor.requires_grad)
-
-    @property
-    def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+from harness.chain import TensorShape
 
 
 class Messages:

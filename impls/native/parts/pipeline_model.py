@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from harness.chain import Border, as_value, run_blocks
 from harness.implementation import phase
 from harness.optimizer import norm_over_ranks
 from harness.workload import Batch
 from impls.native.parts.direct_gradients import Place, TrainingTask
-from impls.native.parts.pipeline_chain import run_blocks
 from impls.native.parts.pipeline_executor import Executor, StageRun
-from impls.native.parts.pipeline_messages import Border, Messages
+from impls.native.parts.pipeline_messages import Messages
 from impls.native.parts.rank_model import Kinds, Passes, RankModel
 from impls.native.parts.schedules import Schedule
 
@@ -131,8 +131,7 @@ class PipelineStages(RankModel):
             outputs = run_blocks(self._blocks[stage], inputs or [micro_batch.inputs])
             if not is_last:
                 return outputs
-            given: Any = outputs[0] if len(outputs) == 1 else tuple(outputs)
-            loss = self._slice.loss(given, micro_batch.targets)
+            loss = self._slice.loss(as_value(outputs), micro_batch.targets)
             losses.append(loss if micro_batch.num_tokens else loss * 0.0)
             return [losses[-1] / batch.global_num_tokens]
 

@@ -14,14 +14,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from harness.chain import Border, borders
 from harness.implementation import phase
 from harness.parameters import LogicalParameter, logical_parameters
 from harness.workload import Batch, MicroBatch, Workload
 from impls.native.parts.direct_gradients import Place, TrainingTask, write_directly
 from impls.native.parts.kept_views import KeptViews
-from impls.native.parts.order_of_use import in_compute_precision
-from impls.native.parts.pipeline_chain import borders
-from impls.native.parts.pipeline_messages import Border
 
 Kind = Literal["own", "alike", "partial"]
 """How a parameter stands to those of the same name on the ranks that hold other slices of the model:
@@ -96,8 +94,8 @@ class RankModel:
 
     def borders(self, inputs: Tensor) -> tuple[Border, ...]:
         """What each block of the chain but the last hands to the next on this rank, for a micro-batch like `inputs`.
-        ValueError where the model is no chain."""
-        return borders(self.workload, in_compute_precision(self.workload, self.workload.model_without_memory()), inputs)
+        NoChain where the model is none."""
+        return borders(self.workload, inputs)
 
     def begin_pass(self, inputs: Tensor) -> None:
         """Blocks will go forward or backward with a micro-batch of these `inputs`, whose `borders` are known."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
 
-from impls.native.parts.pipeline_actions import Action, Kind, Table, check
+from impls.native.parts.pipeline_actions import Action, Kind, Table, check, most_in_flight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +50,12 @@ class Schedule(ABC):
         made = tuple(tuple(self.actions(rank)) for rank in range(self.num_ranks))
         check(made, self.num_stages, self.num_micro_batches)
         return made
+
+    def in_flight(self) -> tuple[int, ...]:
+        """Of each stage, how many micro-batches' activations it holds at a time, at most."""
+        table = self.table()
+        of_stages = ([a for a in table[stage % self.num_ranks] if a.stage == stage] for stage in range(self.num_stages))
+        return tuple(map(most_in_flight, of_stages))
 
     def bubble(self, backward: float = 2.0, weights: float = 1.0) -> float:
         """By theory, the part of a rank's time in which it waits, where stages are equal, messages take no time, and a

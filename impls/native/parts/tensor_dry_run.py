@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from harness.parameters import LogicalParameter, all_reduce_wire_bytes
-from harness.workload import Workload
+from harness.workload import Workload, in_compute_precision
 from impls.native.parts.counting_exchange import CountingExchange
-from impls.native.parts.order_of_use import in_compute_precision
 from impls.native.parts.rank_model import Kinds
 from impls.native.parts.tensor_model import TensorSlice
 

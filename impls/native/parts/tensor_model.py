@@ -13,17 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from harness.chain import Border, borders
 from harness.optimizer import norm_over_ranks
 from harness.parameters import logical_parameters
 from harness.tensor_plan import ColumnParallel, RowParallel, partial_parameters, resolve
-from harness.workload import Workload
+from harness.workload import Workload, in_compute_precision
 from harness.workload import cross_entropy_sum as plain_cross_entropy_sum
 from impls.native.parts import tensor_layers, tensor_vocabulary
 from impls.native.parts.counting_exchange import CountingExchange
 from impls.native.parts.direct_gradients import Place, TrainingTask, can_be_written
-from impls.native.parts.order_of_use import in_compute_precision, order_of_use
-from impls.native.parts.pipeline_chain import borders
-from impls.native.parts.pipeline_messages import Border
+from impls.native.parts.order_of_use import order_of_use
 from impls.native.parts.rank_model import Kinds, RankModel
 from impls.native.parts.tensor_cut import Cut, cuts_of, take_local
 from impls.native.parts.tensor_exchange import TensorExchange
@@ -94,7 +93,7 @@ class TensorSlice(RankModel):
             data_degree=self._data_degree,
             module=in_compute_precision(self.workload, self.workload.model_without_memory()),
         )
-        found = borders(self.workload, without_values.module, inputs)
+        found = borders(self.workload, inputs, lambda: without_values.module)
         self._pieces[tuple(inputs.shape)] = without_values.context.sizes
         return found
 

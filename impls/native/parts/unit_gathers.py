@@ -40,8 +40,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
+from harness.tensors_in_use import kept_in, tensors_in
 from impls.native.parts.parameter_gathers import ParameterGathers
-from impls.native.parts.tensors_in_use import kept_in, tensors_in
 
 
 class PlacedParameter(NamedTuple):

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from harness.parameters import LogicalParameter, logical_parameters
-from harness.workload import Workload
-from impls.native.parts.order_of_use import first_inputs, forward_without_values, in_compute_precision
-from impls.native.parts.tensors_in_use import Operations, names_by_storage, storage_key, tensors_in
+from harness.tensors_in_use import Operations, names_by_storage, storage_key, tensors_in
+from harness.workload import Workload, in_compute_precision
+from impls.native.parts.order_of_use import first_inputs, forward_without_values
 
 
 @dataclass(frozen=True, kw_only=True)

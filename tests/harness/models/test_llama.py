@@ -5,6 +5,8 @@ import pytest
 import torch
 
 from harness import models
+from harness.chain import run_blocks
+from harness.models.llama import chain
 from harness.parameters import logical_parameters
 from harness.workload import Workload, in_precision
 
@@ -42,6 +44,14 @@ def test_is_a_grouped_query_decoder(tiny: Workload) -> None:
     assert len(tiny.blocks(model)) == 2
     tokens = tiny.batch(0).micro_batches[0].inputs
     assert model(tokens).shape == (8, 16, 256)
+
+
+def test_the_chain_is_the_model(tiny: Workload) -> None:
+    model = tiny.build_model()
+    tokens = tiny.batch(0).micro_batches[0].inputs
+    blocks = chain(model)
+    assert len(blocks) == 4
+    assert torch.equal(run_blocks(blocks, [tokens])[0], model(tokens))
 
 
 def test_fp64_is_fp64_throughout(tiny: Workload) -> None:

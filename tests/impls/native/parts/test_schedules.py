@@ -60,6 +60,13 @@ def test_activations_in_flight_are_bounded() -> None:
             assert most["zero_bubble"] <= min(num_ranks, num_micro_batches)
 
 
+def test_a_stage_holds_what_its_own_actions_leave_open() -> None:
+    """Counted off the golden tables: of two chunks the rank's first has all four micro-batches under way."""
+    assert made("1f1b", 4, 8).in_flight() == (4, 3, 2, 1)
+    assert made("gpipe", 2, 3).in_flight() == (3, 3)
+    assert made("interleaved_1f1b", 2, 4, 2).in_flight() == (4, 3, 2, 1)
+
+
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
 def test_tables_are_the_golden_ones(path: Path) -> None:
     match = re.fullmatch(r"(\w+)-(\d+)-ranks-(\d+)-micro-batches-(\d+)-chunks", path.stem)

@@ -1,0 +1,151 @@
+"""A workload's model as a chain of blocks that can be cut into stages: what crosses the borders between them.
+
+Each block takes what the one before gives and nothing else. A pass without values checks that: a block that looks at
+what an earlier one has made, past the border, or at another block's parameter is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.tensors_in_use import Operations, tensors_in
+from harness.workload import Workload, in_compute_precision
+
+Border = tuple["TensorShape", ...]
+"""The tensors that cross a border with one micro-batch, in order."""
+
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorShape:
+    """`carries_gradient` if the stage after sends its gradient back."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    carries_gradient: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorShape:
+        return cls(shape=tuple(tensor.shape), dtype=tensor.dtype, carries_gradient=tensor.requires_grad)
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """The blocks of `model` in order, and what each is called in it."""
+
+    model: nn.Module
+    blocks: tuple[nn.Module, ...]
+    names: tuple[str, ...]
+
+
+class NoChain(ValueError):
+    """A model that cannot be cut into stages; the message is the reason, in one line."""
+
+
+def chain_of(workload: Workload, build: Callable[[], nn.Module] | None = None) -> Chain:
+    """The chain of the model that `build` makes; by itself that is one on the meta device, in compute precision.
+    NoChain where the workload names no blocks, they cannot be built, or a parameter belongs to none of them."""
+    if workload.chain is None:
+        raise NoChain(f"workload {workload.name} has no chain: it does not say which blocks follow each other")
+    with reasons("pipeline: the chain cannot be built without values"):
+        model = in_compute_precision(workload, workload.model_without_memory()) if build is None else build()
+        blocks = tuple(workload.chain(model))
+    names = _names(model, blocks)
+    of_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in of_blocks:
+            raise NoChain(f"pipeline: parameter {name} belongs to none of the blocks {', '.join(names)}")
+    return Chain(model=model, blocks=blocks, names=names)
+
+
+def run_blocks(blocks: Sequence[nn.Module], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """What comes out of `blocks`, one after another, as in nn.Sequential: several tensors are one tuple."""
+    value = as_value(inputs)
+    for block in blocks:
+        value = block(value)
+    return list(value) if isinstance(value, tuple | list) else [value]
+
+
+def as_value(tensors: Sequence[Tensor]) -> Any:
+    """How a block, or the loss, gets what the block before has handed on."""
+    return tensors[0] if len(tensors) == 1 else tuple(tensors)
+
+
+def run_without_values(chain: Chain, index: int, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """What comes out of block `index`; whatever it raises is a NoChain that names it."""
+    name = chain.names[index]
+    with reasons(f"pipeline: {name} cannot be run without values"):
+        outputs = run_blocks([chain.blocks[index]], inputs)
+    for tensor in outputs:
+        if not isinstance(tensor, Tensor):
+            raise NoChain(f"pipeline: {name}: blocks may hand on tensors, got {type(tensor).__name__}")
+    return outputs
+
+
+def borders(workload: Workload, inputs: Tensor, build: Callable[[], nn.Module] | None = None) -> tuple[Border, ...]:
+    """What each block of the chain but the last hands to the next, for a micro-batch like `inputs`; `build` as for
+    `chain_of`. NoChain where a block needs more than that, or cannot be run without values."""
+    chain = chain_of(workload, build)
+    parameters = {p.untyped_storage()._cdata: name for name, p in chain.model.named_parameters()}
+    buffers = {buffer.untyped_storage()._cdata for buffer in chain.model.buffers()}
+    made_by: dict[int, int] = {}  # storage: the block that made it
+    kept: list[Tensor] = []  # so that no storage's address is used twice
+    handed: list[Tensor] = [inputs.to(_META)]
+    found: list[Border] = []
+    for index, block in enumerate(chain.blocks):
+        own = {tensor.untyped_storage()._cdata for tensor in (*block.parameters(), *handed)} | buffers
+
+        def note(value: object, index: int = index, own: set[int] = own) -> None:
+            for tensor in tensors_in(value):
+                storage = tensor.untyped_storage()._cdata
+                if storage in own:
+                    continue
+                user = chain.names[index]
+                if storage in parameters:
+                    raise NoChain(f"pipeline: {user} uses {parameters[storage]}, which is another block's")
+                if made_by.get(storage, index) != index:
+                    maker = chain.names[made_by[storage]]
+                    raise NoChain(f"pipeline: {user} uses what {maker} has made, past the blocks between them")
+
+        def made(value: object, index: int = index) -> None:
+            for tensor in tensors_in(value):
+                made_by.setdefault(tensor.untyped_storage()._cdata, index)
+                kept.append(tensor)
+
+        with torch.device(_META), Operations(note, made):
+            handed = run_without_values(chain, index, handed)
+        found.append(tuple(map(TensorShape.of, handed)))
+    return tuple(found[:-1])
+
+
+@contextmanager
+def reasons(doing: str) -> Iterator[None]:
+    """Turns whatever a user's module raises into a NoChain of one line, `doing` before it."""
+    try:
+        yield
+    except NoChain:
+        raise
+    except Exception as error:
+        told = " ".join(str(error).split())
+        raise NoChain(f"{doing}: {type(error).__name__}: {told}") from error
+
+
+def _names(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[str, ...]:
+    """A block that only holds modules of the model together is called by those that have parameters."""
+    by_module = {module: name for name, module in model.named_modules()}
+    names = []
+    for index, block in enumerate(blocks):
+        inner = [by_module[m] for m in block.children() if m in by_module and any(True for _ in m.parameters())]
+        names.append(by_module.get(block) or " + ".join(inner) or f"block {index}")
+    return tuple(names)

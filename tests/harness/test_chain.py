@@ -1,0 +1,90 @@
+"""What is no chain says why, in one line, before anything is trained."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.chain import NoChain, TensorShape, borders, chain_of
+from harness.datasets import Tensors
+from harness.workload import Workload, children_of_sequential
+
+
+def workload(
+    model: Callable[[], nn.Module], chain: Callable[[nn.Module], Sequence[nn.Module]] = children_of_sequential
+) -> Workload:
+    return Workload(name="own", model=model, dataset=Tensors(torch.zeros(4, 3), torch.zeros(4, 2)), chain=chain)
+
+
+class Reading(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if float(x.sum()) > 0 else x
+
+
+class Answering(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"logits": x}
+
+
+class Borrowing(nn.Module):
+    """Uses the weight of a layer that is registered elsewhere."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = [layer]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.layer[0].weight
+
+
+def borrowing() -> nn.Module:
+    layer = nn.Linear(3, 3)
+    return nn.Sequential(layer, nn.Tanh(), Borrowing(layer))
+
+
+def test_borders_are_the_shapes_that_cross_them() -> None:
+    found = borders(workload(lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))), torch.zeros(4, 3))
+    assert found == ((TensorShape(shape=(4, 5), dtype=torch.float32, carries_gradient=True),),) * 2
+    assert found[0][0].num_bytes == 4 * 5 * 4
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: nn.Sequential(nn.Linear(3, 3), Reading()), "pipeline: 1 cannot be run without values: RuntimeError: "),
+        (lambda: nn.Sequential(nn.Linear(4, 3), nn.Tanh()), "pipeline: 0 cannot be run without values: RuntimeError: "),
+        (
+            lambda: nn.Sequential(nn.Linear(3, 3), Answering(), nn.Tanh()),
+            "pipeline: 1: blocks may hand on tensors, got dict",
+        ),
+        (borrowing, "pipeline: 2 uses 0.weight, which is another block's"),
+    ],
+)
+def test_a_block_at_fault_is_named(model: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises(NoChain, match=re.escape(message)) as raised:
+        borders(workload(model), torch.zeros(4, 3))
+    assert "\n" not in str(raised.value)
+
+
+def test_every_parameter_belongs_to_a_block() -> None:
+    with pytest.raises(NoChain, match=r"pipeline: parameter 1\.weight belongs to none of the blocks 0$"):
+        chain_of(workload(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), lambda model: [model[0]]))
+
+
+def test_a_model_that_cannot_be_built_without_values_says_so() -> None:
+    def model() -> nn.Module:
+        layer = nn.Linear(3, 3)
+        assert float(layer.weight.detach().sum()) < 100
+        return layer
+
+    with pytest.raises(NoChain, match="pipeline: the chain cannot be built without values: RuntimeError: "):
+        chain_of(workload(model))
+
+
+def test_a_workload_may_have_no_chain() -> None:
+    with pytest.raises(NoChain, match="workload own has no chain: it does not say which blocks follow each other"):
+        chain_of(Workload(name="own", model=nn.Identity, dataset=Tensors(torch.zeros(1), torch.zeros(1))))
