@@ -80,8 +80,9 @@ class Executor:
         if action.kind == Kind.FORWARD:
             self._go_forward(action)
         elif action.kind == Kind.WEIGHT:
-            for write in self._put_off.pop(key):
-                write()
+            with torch.no_grad():
+                for write in self._put_off.pop(key):
+                    write()
         else:
             self._task.puts_off = action.kind == Kind.INPUT
             self._go_backward(action)

@@ -88,6 +88,20 @@ def test_bytes_are_one_activation_a_border_each_way(instrumented: Instrumented, 
     assert sent == 4 * sends * one
 
 
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+def test_weights_large_enough_to_be_put_off(worlds: Worlds, precision: str) -> None:
+    case = parity_case(
+        f"{CHAINS}:even:num_blocks=3,width=192,length=4,num_micro_batches=5",
+        "native.pipeline",
+        3,
+        layout=Layout(pipeline=3),
+        options={"schedule": "zero_bubble"},
+        precision=precision,
+    )
+    parity = worlds.parity(case)
+    assert parity.ok, parity.explanation
+
+
 @pytest.mark.parametrize(
     ("workload", "layout", "options", "message"),
     [
