@@ -24,6 +24,7 @@ FOR_IMPLEMENTATIONS = {
     "harness.data",
     "harness.tensor_plan",
     "harness.partition",
+    "harness.pipeline_marks",
 }
 FOR_SUITES = {"harness.case", "harness.layout", "harness.topology", "harness.workload"}
 FOR_DASHBOARDS = {"harness.tracking", "harness.result"}

@@ -12,14 +12,18 @@ import torch.distributed as dist
 
 from harness.layout import Layout
 from harness.mesh import Mesh
-from harness.parameters import LogicalParameter, MemoryCategory
+from harness.parameters import LogicalParameter, MemoryCategory, replicated_state_bytes
 from harness.partition import additive, cut
+from harness.pipeline_marks import PredictedPipeline
 from harness.workload import Workload
 from impls.native.ddp import NativeDataParallel
+from impls.native.parts.pipeline_actions import most_in_flight
 from impls.native.parts.pipeline_chain import SkipConnection, borders
+from impls.native.parts.pipeline_costs import RankCosts, rank_costs
 from impls.native.parts.pipeline_model import PipelineStages
+from impls.native.parts.pipeline_timeline import play
 from impls.native.parts.rank_model import RankModel
-from impls.native.parts.schedules import make
+from impls.native.parts.schedules import Schedule, make
 
 
 class NativePipeline(NativeDataParallel):
@@ -66,13 +70,33 @@ class NativePipeline(NativeDataParallel):
     def predicted_memory(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> Mapping[MemoryCategory, int] | None:
-        return None  # not those of data parallelism
+        """Of the rank whose stages have most."""
+        training, precision = workload.training, workload.precision
+        of_ranks = [
+            replicated_state_bytes(rank.parameters, precision, training.num_moments)
+            for rank in _costs(workload, layout, options)
+        ]
+        return max(of_ranks, key=lambda states: sum(states.values()))
 
     @classmethod
     def predicted_wire_bytes(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> int | None:
-        return None  # not those of data parallelism
+        return max(rank.sent_bytes for rank in _costs(workload, layout, options))
+
+    @classmethod
+    def predicted_pipeline(
+        cls, workload: Workload, layout: Layout, options: Mapping[str, Any]
+    ) -> PredictedPipeline | None:
+        """The played schedule's, which is the closed form's where there are as many micro-batches as ranks."""
+        schedule = _schedule(workload, layout, options)
+        table = schedule.table()
+        in_flight = [
+            most_in_flight([action for action in table[stage % schedule.num_ranks] if action.stage == stage])
+            for stage in range(schedule.num_stages)
+        ]
+        bubble_ratio = play(table, schedule.num_stages).bubble(0)  # as any rank's: all are busy as long
+        return PredictedPipeline(bubble_ratio=bubble_ratio, in_flight=tuple(in_flight))
 
     def __init__(
         self,
@@ -86,12 +110,7 @@ class NativePipeline(NativeDataParallel):
         partition: str = "parameters",
         direct_gradients: bool = True,
     ) -> None:
-        self._schedule = make(
-            schedule,
-            num_ranks=layout.pipeline,
-            num_micro_batches=workload.training.num_micro_batches,
-            num_chunks=chunks,
-        )
+        self._schedule = _schedule(workload, layout, {"schedule": schedule, "chunks": chunks})
         self._partition = partition
         super().__init__(workload, layout, mesh, device, direct_gradients=direct_gradients)
 
@@ -112,6 +131,21 @@ class NativePipeline(NativeDataParallel):
             schedule=self._schedule,
             make_ties=make_ties,
         )
+
+
+def _schedule(workload: Workload, layout: Layout, options: Mapping[str, Any]) -> Schedule:
+    return make(
+        options.get("schedule", "1f1b"),
+        num_ranks=layout.pipeline,
+        num_micro_batches=workload.training.num_micro_batches,
+        num_chunks=options.get("chunks", 1),
+    )
+
+
+def _costs(workload: Workload, layout: Layout, options: Mapping[str, Any]) -> tuple[RankCosts, ...]:
+    num_stages = layout.pipeline * options.get("chunks", 1)
+    stages = stages_of(workload, num_stages, options.get("partition", "parameters"))
+    return rank_costs(workload, stages, layout.pipeline)
 
 
 def stages_of(workload: Workload, num_stages: int, partition: str) -> tuple[range, ...]:
