@@ -19,8 +19,8 @@ Role = Literal["subject", "peer", "floor", "reference"]
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
     """How a case is measured: parity steps, then warm-up steps (at least; more until the time is stationary), then
-    `timed_steps` in each of `rounds` windows; instrumented steps run in processes of their own. 0 steps of a kind
-    leave it out."""
+    `timed_steps` in each of `rounds` windows; instrumented steps run in processes of their own, `pipeline_steps` where
+    the layout has a pipeline. 0 steps of a kind leave it out."""
 
     parity_steps: int = 4
     warm_up_steps: int = 3
@@ -28,6 +28,7 @@ class Measurement:
     rounds: int = 1
     communication_steps: int = 3
     memory_steps: int = 2
+    pipeline_steps: int = 5
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():

@@ -18,6 +18,7 @@ from harness.layout import Layout
 from harness.loading import load_from_file
 from harness.mesh import Mesh
 from harness.parameters import LogicalParameter, MemoryCategory
+from harness.pipeline_marks import PredictedPipeline
 from harness.workload import Batch, Workload
 
 Phase = Literal["forward", "backward", "reduce", "optimizer"]
@@ -126,6 +127,13 @@ class Implementation(ABC):
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> int | None:
         """Bytes one rank sends in one step, from the closed form of the strategy (the largest rank's), or None."""
+        return None
+
+    @classmethod
+    def predicted_pipeline(
+        cls, workload: Workload, layout: Layout, options: Mapping[str, Any]
+    ) -> PredictedPipeline | None:
+        """What theory says of its schedule, where it has one, or None."""
         return None
 
     @abstractmethod

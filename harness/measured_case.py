@@ -21,7 +21,7 @@ from harness.case import Case
 from harness.code_change import num_changed_lines
 from harness.launch.failure import LaunchFailed
 from harness.launch.local import LocalLaunch
-from harness.measure import communication, memory
+from harness.measure import communication, memory, pipeline
 from harness.measure.predicted_memory import predicted, registry
 from harness.measure.timing import model_flops_utilisation, time_metrics
 from harness.rank_records import assemble
@@ -131,9 +131,10 @@ class MeasuredCase:
                 self.metrics["throughput.mfu"] = utilisation
 
     def instrument(self) -> None:
-        """The instrumented launch: memory from before the build, then communication."""
+        """The instrumented launch: memory from before the build, then communication, then the pipeline."""
         measurement = self.case.measurement
-        if not (measurement.memory_steps or measurement.communication_steps):
+        pipeline_steps = measurement.pipeline_steps if self.case.layout.pipeline > 1 else 0
+        if not (measurement.memory_steps or measurement.communication_steps or pipeline_steps):
             return
         with self._launch("instrumented", instrumented=True) as self.launch:
             reports = self._command("build_and_measure_memory", num_steps=measurement.memory_steps)
@@ -144,6 +145,8 @@ class MeasuredCase:
                 self._take_communication(
                     self._command("measure_communication", num_steps=measurement.communication_steps)
                 )
+            if pipeline_steps:
+                self._take_pipeline(self._command("measure_pipeline", num_steps=pipeline_steps))
         self.launch = None
         self._predict()
 
@@ -168,6 +171,13 @@ class MeasuredCase:
             self.metrics |= communication.exposed_latencies(real, delayed, delay)
             self.samples |= {"instrumented_undelayed_seconds": real, "instrumented_delayed_seconds": delayed}
 
+    def _take_pipeline(self, steps: list[list[pipeline.Step]]) -> None:
+        figures = pipeline.summarise(steps, self.case.layout.groups("pipeline"))
+        if figures is not None:
+            self.metrics |= figures.metrics()
+            actions = [[[asdict(recorded) for recorded in step] for step in of_rank] for of_rank in steps]
+            self.samples["pipeline"] = {**asdict(figures), "actions": actions}
+
     def _predict(self) -> None:
         """The closed forms beside what was measured."""
         kind = implementation.load(self.case.implementation)
@@ -178,6 +188,11 @@ class MeasuredCase:
             wire_bytes = kind.predicted_wire_bytes(workload, registry(workload), self.case.layout, self.case.options)
             if wire_bytes is not None:
                 self.metrics["communication.predicted_bytes_per_step"] = float(wire_bytes)
+        foreseen = kind.predicted_pipeline(workload, self.case.layout, self.case.options)
+        if foreseen is not None:
+            self.metrics["pipeline.predicted_bubble_ratio"] = foreseen.bubble_ratio
+            self.metrics["pipeline.predicted_in_flight_micro_batches"] = float(max(foreseen.in_flight))
+            self.samples.setdefault("pipeline", {})["predicted_in_flight"] = foreseen.in_flight
 
     def fail(self, failure: LaunchFailed) -> None:
         """Keeps what went wrong; the case takes part in nothing more."""

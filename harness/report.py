@@ -85,8 +85,24 @@ def _label(result: Result) -> str:
     return result.case.label + (" (floor)" if result.case.role == "floor" else "")
 
 
-def columns(unit: str) -> tuple[Column, ...]:
-    """The columns of a workload that counts in `unit`."""
+def _in_flight(result: Result) -> str:
+    """Measured / by theory."""
+    names = ("pipeline.in_flight_micro_batches", "pipeline.predicted_in_flight_micro_batches")
+    counts = [f"{result.metrics[name]:g}" if name in result.metrics else "-" for name in names]
+    return "-" if counts == ["-", "-"] else " / ".join(counts)
+
+
+PIPELINE_COLUMNS = (
+    Column(header="bubble %", cell=_metric("pipeline.bubble_ratio", 100)),
+    Column(header="replayed %", cell=_metric("pipeline.replayed_bubble_ratio", 100), from_width=120),
+    Column(header="theory %", cell=_metric("pipeline.predicted_bubble_ratio", 100)),
+    Column(header="in flight", cell=_in_flight, from_width=120),
+)
+
+
+def columns(results: Sequence[Result]) -> tuple[Column, ...]:
+    """The columns of one workload's results; those of a pipeline where one of them is."""
+    unit, has_pipeline = unit_of(results), any(result.case.layout.pipeline > 1 for result in results)
     return (
         Column(header="implementation", cell=_label, numeric=False),
         Column(header="layout", cell=lambda result: str(result.case.layout), numeric=False),
@@ -99,6 +115,7 @@ def columns(unit: str) -> tuple[Column, ...]:
         Column(header="exposed %", cell=_metric("communication.exposed_ratio", 100)),
         Column(header="blocked %", cell=_metric("communication.blocked_ratio", 100), from_width=140),
         Column(header="CPU s/step", cell=_metric("cpu.seconds_per_step"), from_width=140),
+        *(PIPELINE_COLUMNS if has_pipeline else ()),
         Column(header="parity", cell=lambda result: _verdict(result.parity), numeric=False),
         Column(header="status", cell=lambda result: result.status, numeric=False),
     )
@@ -140,7 +157,7 @@ def by_workload(results: Sequence[Result]) -> dict[str, list[Result]]:
 
 def table(title: str, results: Sequence[Result], width: int = 100) -> Table:
     """The table of one workload for a terminal of `width` columns."""
-    return _table(title, columns(unit_of(results)), results, width)
+    return _table(title, columns(results), results, width)
 
 
 def read_ratios(directory: Path) -> list[dict[str, Any]]:
@@ -195,7 +212,7 @@ def markdown(results: Sequence[Result], ratios: Sequence[Mapping[str, Any]], dir
     """The whole report as Markdown, with the columns that a terminal has no room for and with tracebacks."""
     lines = [f"# {_title(results)}", ""]
     for title, group in by_workload(results).items():
-        lines += [f"## {title}", "", *_markdown_table(columns(unit_of(group)), group), ""]
+        lines += [f"## {title}", "", *_markdown_table(columns(group), group), ""]
     if not_ok := [result for result in results if result.status != "ok"]:
         lines += ["## Not ok", ""]
         for result in not_ok:

@@ -31,6 +31,7 @@ from harness.launch.local import Job
 from harness.measure.communication import StepRecord
 from harness.measure.communication_recorder import CommunicationRecorder
 from harness.measure.memory import NUM_WARM_UP_STEPS, MemoryRecorder, MemoryReport
+from harness.measure.pipeline import PipelineRecorder, Step
 from harness.measure.recording_backend import BACKEND_NAME, install
 from harness.measure.resident import give_back_freed_memory
 from harness.mesh import Mesh
@@ -258,6 +259,18 @@ class Worker:
                 seconds[kind] += self._timed_steps(3, synchronised=False).seconds[1:]
                 recorder.mode = "pass"
         return {f"{kind}_seconds": steps for kind, steps in seconds.items()} if recorder.delayed_all else None
+
+    def measure_pipeline(self, num_steps: int) -> list[Step]:
+        """Records the actions of `num_steps` steps, after one that does not count."""
+        recorder, built = PipelineRecorder(self.device), self._built()
+        self._timed_steps(1)
+        for index in range(num_steps):
+            self.progress("measuring the pipeline", index, num_steps)
+            batch = self._batch()
+            self._barrier()
+            with recorder.step():
+                built.train_step(batch)
+        return recorder.steps
 
     def close(self) -> None:
         if self.implementation is not None:

@@ -152,7 +152,7 @@ class CommunicationRecorder:
         if not self.recording:
             return IGNORED
         device = tensors[0].device if tensors else torch.device("cpu")
-        now = _now(device)
+        launched = now(device)
         entry = _Entry(
             operation=operation,
             ranks=ranks,
@@ -161,8 +161,8 @@ class CommunicationRecorder:
             wire_bytes=wire_bytes,
             transport=transport,
             device=device,
-            launched=now,
-            returned=now,
+            launched=launched,
+            returned=launched,
         )
         with self._changed:
             ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
@@ -176,7 +176,7 @@ class CommunicationRecorder:
     def returned(self, ticket: int) -> None:
         """The call has returned; it blocked its caller until now."""
         if entry := self._entries.get(ticket):
-            entry.returned = _now(entry.device)
+            entry.returned = now(entry.device)
             entry.blocked.append((entry.launched, entry.returned))
 
     def completes_in_wait(self, ticket: int) -> None:
@@ -192,7 +192,7 @@ class CommunicationRecorder:
             self._due.pop(ticket, None)
             entry = self._entries.get(ticket)
             if entry is not None and entry.completed is None:
-                entry.completed = _now(entry.device)
+                entry.completed = now(entry.device)
                 self._changed.notify_all()
 
     @contextmanager
@@ -202,11 +202,11 @@ class CommunicationRecorder:
         if entry is None:
             yield
             return
-        begin = _now(entry.device)
+        begin = now(entry.device)
         try:
             yield
         finally:
-            entry.blocked.append((begin, _now(entry.device)))
+            entry.blocked.append((begin, now(entry.device)))
 
     def _settled(self) -> bool:
         return all(entry.completed is not None or not entry.completes_unasked for entry in self._entries.values())
@@ -232,7 +232,7 @@ class CommunicationRecorder:
         )
 
 
-def _now(device: torch.device) -> Mark:
+def now(device: torch.device) -> Mark:
     """Now, for whoever computes on `device`: the host, or the current CUDA stream (which waits, where the host does
     not; inside a completion callback it is the stream that has waited for the collective)."""
     if device.type != "cuda":

@@ -15,11 +15,14 @@ from harness.block_times import block_seconds
 from harness.chain import NoChain, borders, chain_of
 from harness.layout import Layout
 from harness.mesh import Mesh
-from harness.parameters import LogicalParameter, MemoryCategory
+from harness.parameters import LogicalParameter, MemoryCategory, replicated_state_bytes
+from harness.pipeline_marks import PredictedPipeline
 from harness.stage_costs import Partition, stages_of
 from harness.workload import Workload
 from impls.native.ddp import NativeDataParallel
+from impls.native.parts.pipeline_costs import RankCosts, rank_costs
 from impls.native.parts.pipeline_model import PipelineStages
+from impls.native.parts.pipeline_timeline import play
 from impls.native.parts.rank_model import RankModel
 from impls.native.parts.schedules import Schedule, make
 
@@ -68,13 +71,29 @@ class NativePipeline(NativeDataParallel):
     def predicted_memory(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> Mapping[MemoryCategory, int] | None:
-        return None  # not those of data parallelism
+        """Of the rank whose stages have most."""
+        costs = _costs(workload, layout, options)
+        if costs is None:
+            return None
+        num_moments = workload.training.num_moments
+        of_ranks = [replicated_state_bytes(rank.parameters, workload.precision, num_moments) for rank in costs]
+        return max(of_ranks, key=lambda states: sum(states.values()))
 
     @classmethod
     def predicted_wire_bytes(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> int | None:
-        return None  # not those of data parallelism
+        costs = _costs(workload, layout, options)
+        return None if costs is None else max(rank.sent_bytes for rank in costs)
+
+    @classmethod
+    def predicted_pipeline(
+        cls, workload: Workload, layout: Layout, options: Mapping[str, Any]
+    ) -> PredictedPipeline | None:
+        """The played schedule's, which is the closed form's where there are as many micro-batches as ranks."""
+        schedule = _schedule(workload, layout, options)
+        bubble_ratio = play(schedule.table(), schedule.num_stages).bubble(0)  # as any rank's: all are busy as long
+        return PredictedPipeline(bubble_ratio=bubble_ratio, in_flight=schedule.in_flight())
 
     def __init__(
         self,
@@ -88,12 +107,7 @@ class NativePipeline(NativeDataParallel):
         partition: Partition = "flops",
         direct_gradients: bool = True,
     ) -> None:
-        self._schedule = make(
-            schedule,
-            num_ranks=layout.pipeline,
-            num_micro_batches=workload.training.num_micro_batches,
-            num_chunks=chunks,
-        )
+        self._schedule = _schedule(workload, layout, {"schedule": schedule, "chunks": chunks})
         self._partition = partition
         super().__init__(workload, layout, mesh, device, direct_gradients=direct_gradients)
 
@@ -125,3 +139,21 @@ def measured_by_first(workload: Workload, device: torch.device, group: dist.Proc
     dist.broadcast_object_list(measured, group_src=0, group=group)
     found: Sequence[float] = measured[0]
     return found
+
+
+def _schedule(workload: Workload, layout: Layout, options: Mapping[str, Any]) -> Schedule:
+    return make(
+        options.get("schedule", "1f1b"),
+        num_ranks=layout.pipeline,
+        num_micro_batches=workload.training.num_micro_batches,
+        num_chunks=options.get("chunks", 1),
+    )
+
+
+def _costs(workload: Workload, layout: Layout, options: Mapping[str, Any]) -> tuple[RankCosts, ...] | None:
+    """None where the cut is made by time, which is measured as the ranks start."""
+    schedule, partition = _schedule(workload, layout, options), options.get("partition", "flops")
+    if partition == "time":
+        return None
+    stages = stages_of(workload, schedule.num_stages, partition, schedule.in_flight())
+    return rank_costs(workload, stages, layout.pipeline)

@@ -125,6 +125,26 @@ def test_every_figure_stands_in_its_column_in_its_unit() -> None:
     }
 
 
+def test_a_pipeline_shows_its_bubble_beside_theorys() -> None:
+    metrics = {
+        **METRICS,
+        "pipeline.bubble_ratio": 0.31,
+        "pipeline.replayed_bubble_ratio": 0.214,
+        "pipeline.predicted_bubble_ratio": 0.2,
+        "pipeline.in_flight_micro_batches": 2.0,
+        "pipeline.predicted_in_flight_micro_batches": 2.0,
+    }
+    case = Case(workload="gpt:size=17m", implementation="native.pipeline", layout=Layout(pipeline=2))
+    piped = replace(MEASURED, case=case, metrics=metrics)
+    row = markdown_rows([piped])["native.pipeline pipeline=2"]
+    shown_of = {name: row[name] for name in ("bubble %", "replayed %", "theory %", "in flight")}
+    assert shown_of == {"bubble %": "31.0", "replayed %": "21.4", "theory %": "20.0", "in flight": "2 / 2"}
+    assert markdown_rows([piped, MEASURED])["native.ddp transport=shared_memory data=2"]["in flight"] == "-"
+    assert "bubble %" not in markdown_rows([MEASURED])["native.ddp transport=shared_memory data=2"]
+    for width in (80, 100, 140):
+        assert max(map(len, shown(report.table("t", [piped, MEASURED], width), width))) <= width
+
+
 def test_what_is_not_known_is_a_dash() -> None:
     row = markdown_rows([ALONE])["reference single"]
     assert {name for name, cell in row.items() if cell == "-"} == row.keys() - {

@@ -216,6 +216,28 @@ def test_memory_does_not_depend_on_what_ran_before(tmp_path: Path) -> None:
     assert len(set(peaks[0].values())) == 2
 
 
+def test_a_pipelines_waiting_stands_beside_theorys(tmp_path: Path) -> None:
+    measurement = Measurement(parity_steps=0, timed_steps=0, communication_steps=0, memory_steps=0, pipeline_steps=2)
+    of = {"workload": "gpt:size=tiny,num_micro_batches=2", "measurement": measurement}
+    cases = (
+        case("", implementation="native.pipeline", layout=Layout(pipeline=2), **of),
+        case("", implementation="native.ddp", **of),
+    )
+    piped, other = runner.run(Suite(name="s", cases=cases), tmp_path, progress=SilentProgress())
+    assert (piped.status, other.status) == ("ok", "ok"), piped.reason
+    assert 0 < piped.metrics["pipeline.bubble_ratio"] < 1
+    assert 0 < piped.metrics["pipeline.replayed_bubble_ratio"] < 1
+    assert piped.metrics["pipeline.predicted_bubble_ratio"] == pytest.approx(1 / 3)
+    assert piped.metrics["pipeline.in_flight_micro_batches"] == 2
+    assert piped.metrics["pipeline.predicted_in_flight_micro_batches"] == 2
+    kept = read(tmp_path)[0].samples["pipeline"]
+    assert kept["in_flight"] == kept["predicted_in_flight"] == [2, 1]
+    assert [len(ratios) for ratios in (kept["bubble_ratios"], kept["replayed_bubble_ratios"])] == [2, 2]
+    last = [[recorded["action"] for recorded in step] for step in kept["actions"][1]]
+    assert last == [["1F0", "1B0", "1F1", "1B1"]] * 2
+    assert not [name for name in other.metrics if name.startswith("pipeline.")]
+
+
 def test_a_case_for_which_there_is_no_room_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left = iter([100, 100, 40, 40])
     monkeypatch.setattr(room, "available_bytes", lambda: next(left) * 2**20)

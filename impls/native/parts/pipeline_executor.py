@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from harness.chain import Border
+from harness.pipeline_marks import pipeline_action
 from impls.native.parts.direct_gradients import TrainingTask
 from impls.native.parts.pipeline_actions import Action, Kind
 from impls.native.parts.pipeline_messages import Messages
@@ -79,48 +81,59 @@ class Executor:
         assert not self._alive and not self._put_off, "a schedule is checked before it is run"
 
     def _carry_out(self, action: Action) -> None:
-        key = action.stage, action.micro_batch
-        if action.kind == Kind.FORWARD:
-            self._go_forward(action)
-        elif action.kind == Kind.WEIGHT:
-            for write in self._put_off.pop(key):
-                write()
+        stage, kind, micro_batch = action.stage, action.kind, action.micro_batch
+        computing = pipeline_action(str(action), partial(self._in_flight, stage))
+        if kind == Kind.FORWARD:
+            received = self._received(Kind.FORWARD, stage - 1, stage, micro_batch) if stage else []
+            with computing:
+                outputs = self._go_forward(action, received)
+            if stage + 1 < self._num_stages:
+                self._send(Kind.FORWARD, outputs, stage, stage + 1, micro_batch)
+        elif kind == Kind.WEIGHT:
+            with computing:
+                for write in self._put_off.pop((stage, micro_batch)):
+                    write()
         else:
-            self._task.puts_off = action.kind == Kind.INPUT
-            self._go_backward(action)
-            if action.kind == Kind.INPUT:
-                self._put_off[key] = self._task.take_put_off()
-            self._task.puts_off = False
+            is_last = stage + 1 == self._num_stages
+            gradients = None if is_last else self._received(Kind.BACKWARD, stage + 1, stage, micro_batch)
+            with computing:
+                back = self._go_backward(action, gradients)
+            if stage:
+                self._send(Kind.BACKWARD, back, stage, stage - 1, micro_batch)
 
-    def _go_forward(self, action: Action) -> None:
+    def _go_forward(self, action: Action, inputs: list[Tensor]) -> list[Tensor]:
+        """The stage's outputs."""
         stage, micro_batch = action.stage, action.micro_batch
         run = self._stages[stage]
-        inputs = self._received(Kind.FORWARD, stage - 1, stage, micro_batch) if stage else []
         for tensor, shape in zip(inputs, run.inputs[micro_batch] if stage else (), strict=True):
             tensor.requires_grad_(shape.carries_gradient)
         run.begin(micro_batch)
         outputs = run.forward(micro_batch, inputs)
         self._alive[stage, micro_batch] = _Alive(inputs=inputs, outputs=outputs)
-        if stage + 1 < self._num_stages:
-            self._send(Kind.FORWARD, outputs, stage, stage + 1, micro_batch)
+        return outputs
 
-    def _go_backward(self, action: Action) -> None:
-        stage, micro_batch = action.stage, action.micro_batch
-        alive = self._alive.pop((stage, micro_batch))
-        outputs, gradients = [t for t in alive.outputs if t.requires_grad], None
-        if stage + 1 < self._num_stages:
-            gradients = self._received(Kind.BACKWARD, stage + 1, stage, micro_batch)
+    def _go_backward(self, action: Action, gradients: list[Tensor] | None) -> list[Tensor]:
+        """The gradients of the stage's inputs."""
+        key = action.stage, action.micro_batch
+        alive = self._alive.pop(key)
+        outputs = [tensor for tensor in alive.outputs if tensor.requires_grad]
         if outputs:
-            self._stages[stage].begin(micro_batch)
+            self._stages[action.stage].begin(action.micro_batch)
+            self._task.puts_off = action.kind == Kind.INPUT
             self._task.starts_at(outputs[0])
             torch.autograd.backward(outputs, gradients)
-        if stage:
-            back = [
-                torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-                for tensor in alive.inputs
-                if tensor.requires_grad
-            ]
-            self._send(Kind.BACKWARD, back, stage, stage - 1, micro_batch)
+            self._task.puts_off = False
+        if action.kind == Kind.INPUT:
+            self._put_off[key] = self._task.take_put_off()
+        return [
+            torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            for tensor in alive.inputs
+            if tensor.requires_grad
+        ]
+
+    def _in_flight(self, stage: int) -> int:
+        """Of how many micro-batches the stage holds what a backward still needs."""
+        return len({micro_batch for of, micro_batch in (*self._alive, *self._put_off) if of == stage})
 
     def _expect(self, action: Action) -> None:
         """Has the messages that the action needs on their way."""

@@ -53,7 +53,7 @@ class PipelineStages(RankModel):
         }
         self._last_blocks = [of_stage.stop - 1 for of_stage in stages]
         self._borders: dict[tuple[int, ...], tuple[Border, ...]] = {}
-        holders = _holders(self.module, blocks, stages, schedule.num_ranks)
+        holders = holders_of(self.module, blocks, stages, schedule.num_ranks)
         self._tied = {name for name, ranks in holders.items() if len(ranks) > 1}
         self._tie_ranks = sorted({rank for name in self._tied for rank in holders[name]})
         self._ties = make_ties(self._tie_ranks) if self._tied else None
@@ -147,7 +147,7 @@ class PipelineStages(RankModel):
         return self._borders[shape]
 
 
-def _holders(
+def holders_of(
     model: nn.Module, blocks: Sequence[nn.Module], stages: Sequence[range], num_ranks: int
 ) -> dict[str, list[int]]:
     """The ranks whose stages use each parameter, by its first name."""

@@ -1,5 +1,5 @@
 """Chains of blocks for pipelines: masks and several tensors at the borders, a stage that trains nothing, sizes that
-change from one micro-batch to the next, and one that is no chain."""
+change from one micro-batch to the next, blocks that compute alike, and one that is no chain."""
 
 from __future__ import annotations
 
@@ -52,6 +52,17 @@ class Activations(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(x)
+
+
+class Shift(nn.Module):
+    """Before the first product of a chain, so that backward has the gradient of its input to compute, too."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift
 
 
 class Remembering(nn.Module):
@@ -109,6 +120,18 @@ def changing_lengths(num_micro_batches: int = 4) -> Workload:
     return Uneven(**{name: getattr(made, name) for name in made.__dataclass_fields__})
 
 
+def even(num_micro_batches: int = 8, num_blocks: int = 8, width: int = 512, length: int = 128) -> Workload:
+    """Nothing but products, of which backward has two and forward one; their gradients are large enough to be put off.
+    Two sequences in each micro-batch."""
+
+    def model() -> nn.Module:
+        first, *others = (nn.Linear(width, width, bias=False) for _ in range(num_blocks))
+        return nn.Sequential(nn.Sequential(Shift(width), first), *others)
+
+    made = _workload(model, num_micro_batches, length=length, width=width)
+    return replace(made, training=replace(made.training, global_batch_size=2 * num_micro_batches))
+
+
 def skipping() -> Workload:
     def model() -> nn.Module:
         memory: list[Tensor] = []
@@ -117,9 +140,11 @@ def skipping() -> Workload:
     return _workload(model, 2)
 
 
-def _workload(model: Callable[[], nn.Module], num_micro_batches: int, *, length: int | None = None) -> Workload:
+def _workload(
+    model: Callable[[], nn.Module], num_micro_batches: int, *, length: int | None = None, width: int = WIDTH
+) -> Workload:
     generator = torch.Generator().manual_seed(3)
-    shape = (64, WIDTH) if length is None else (64, length, WIDTH)
+    shape = (64, width) if length is None else (64, length, width)
     inputs, targets = (torch.randn(shape, generator=generator) for _ in range(2))
     return Workload(
         name="chains",
