@@ -7,11 +7,13 @@ Training Trillion Parameter Models".
     stage 3      parameters are gathered block by block, forward and backward (parts/unit_gathers.py);
                  after the update they stay shards
 
-[Note: Peers that wait in backward] To start a bucket, or to write to its slot, may mean to wait until peers have
-started an earlier one, and peers start it when their backward gets there. Where layers synchronise BatchNorm those
-peers may be waiting in backward for this very rank, if a parameter has a gradient on some ranks only. There, gradients
-that would have to wait are kept until all ranks are past their layers: to the end of the block in stage 3, else of
-backward.
+[Note: Peers that wait in backward] To start a bucket, to write to its slot or to gather a block may mean to wait until
+peers have started an earlier one, and peers start it when their backward gets there. Where layers synchronise BatchNorm
+those peers may be waiting in backward for this very rank, if a parameter has a gradient on some ranks only. There,
+gradients that would have to wait are kept until all ranks are past their layers: to the end of the block in stage 3,
+else of backward. Nor do ranks come to a block by the same signs, or at all, if only some use it: so such a layer,
+before it waits, forward or backward, has its rank start all that is due of the blocks before it. All ranks then start
+everything in one order.
 
 With `Layout(data=8, shard=4)` ranks shard within groups of four and replicate across them: gathers and reduce-scatters
 stay inside a group, and each shard of the gradients is then summed across the groups.
@@ -147,8 +149,6 @@ class NativeShardedOptimizer(Implementation):
         refuse_sparse_gradients(self.module, self.whose)
         self.parameters = dict(self.module.named_parameters())
         self._backward_synchronises = workload.synchronise_batch_norm and layout.data > 1
-        if workload.synchronise_batch_norm:
-            synchronise_batch_norm(self.module, mesh.group("data", lane=1))
         self._buffers = BufferBroadcasts(self.module, mesh.group("data"))
         self.num_updates = 0
 
@@ -177,8 +177,12 @@ class NativeShardedOptimizer(Implementation):
                 reshards=reshard_after_forward,
                 # What is in the root unit stays for the whole micro-batch.
                 watches_saved=len(self.plan.modules) > 1 and not self.plan.transforms_functions,
+                of_norms=self.plan.of_norms,
                 done_in_backward=self._reduce_unit,
             )
+        if workload.synchronise_batch_norm:
+            on_call = {} if self.units is None else {"on_call": self.units.norm_is_called}
+            synchronise_batch_norm(self.module, mesh.group("data", lane=1), **on_call)
         self.memory.remember_parameters()
         self._next_to_reduce = 0
         self._micro_batch, self._num_micro_batches = 0, 1

@@ -7,6 +7,7 @@ unlike numbers of samples. Ioffe and Szegedy 2015, "Batch Normalization".
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,13 +15,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+Before = Callable[[], None]
+"""What to do before a layer waits for its peers in backward."""
 
-def synchronise_batch_norm(model: nn.Module, group: dist.ProcessGroup) -> None:
+
+def _nothing() -> None:
+    pass
+
+
+def synchronise_batch_norm(
+    model: nn.Module, group: dist.ProcessGroup | None, on_call: Callable[[], Before] = lambda: _nothing
+) -> None:
     """Makes every BatchNorm of `model` use the statistics of all ranks of `group` while training; parameter and buffer
-    names stay."""
+    names stay. Without a group there are no peers: a dry run computes just so. `on_call` is asked in each forward."""
     for module in model.modules():
         if isinstance(module, _BatchNorm):
-            module.forward = functools.partial(_forward, module, group)  # type: ignore[method-assign]
+            module.forward = functools.partial(_forward, module, group, on_call)  # type: ignore[method-assign]
 
 
 def summed_bytes(model: nn.Module, compute: torch.dtype) -> int:
@@ -35,22 +45,26 @@ def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _forward(module: _BatchNorm, group: dist.ProcessGroup, inputs: Tensor) -> Tensor:
+def _forward(
+    module: _BatchNorm, group: dist.ProcessGroup | None, on_call: Callable[[], Before], inputs: Tensor
+) -> Tensor:
     """inputs (samples, channels, ...): normalised over all but the channels, while training over all ranks."""
     if not module.training:
         return type(module).forward(module, inputs)
+    before = on_call()
     dtype, inputs = inputs.dtype, inputs.to(_statistics_dtype(inputs.dtype))
     dims = [dim for dim in range(inputs.ndim) if dim != 1]
     shape = [1, -1, *[1] * (inputs.ndim - 2)]
     channels = inputs.shape[1]
     local_count = inputs.numel() // channels
     sums = torch.cat([inputs.sum(dims), inputs.new_tensor([local_count])])
-    totals: Tensor = _SumOverRanks.apply(sums, group)  # type: ignore[no-untyped-call]
+    totals: Tensor = _SumOverRanks.apply(sums, group, before)  # type: ignore[no-untyped-call]
     count = totals[-1].detach()
     mean = totals[:-1] / count
     centred = inputs - mean.view(shape)
     # Squares of centred values: the difference of large numbers E[x^2] - E[x]^2 would lose digits.
-    squares: Tensor = _SumOverRanks.apply((centred * centred).sum(dims), group)  # type: ignore[no-untyped-call]
+    own_squares = (centred * centred).sum(dims)
+    squares: Tensor = _SumOverRanks.apply(own_squares, group, before)  # type: ignore[no-untyped-call]
     variance = squares / count
     normalised = centred * torch.rsqrt(variance + module.eps).view(shape)
     if module.affine:
@@ -69,14 +83,18 @@ class _SumOverRanks(torch.autograd.Function):
     """Sum over ranks; the gradient is summed too, since every rank's loss depends on the sum."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        total = local.clone()
-        dist.all_reduce(total, group=group)
-        return total
+    def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup | None, before: Before) -> Tensor:
+        ctx.group, ctx.before = group, before
+        return _summed(local, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        total = gradients[0].contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        ctx.before()
+        return _summed(gradients[0].contiguous(), ctx.group), None, None
+
+
+def _summed(local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    total = local.clone()
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return total

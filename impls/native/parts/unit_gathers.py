@@ -33,6 +33,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +75,7 @@ class _OfUnit(NamedTuple):
 class UnitGathers:
     """`units` are in forward order, the root first. `done_in_backward(unit)` is called once per backward pass for each
     block, last block first, when its gradients are complete. With `reshards` units are hidden after their forward;
-    `watches_saved` unless the model is one of [Note: Function transforms]."""
+    `watches_saved` unless the model is one of [Note: Function transforms]; `of_norms` is UnitPlan's."""
 
     def __init__(
         self,
@@ -83,6 +84,7 @@ class UnitGathers:
         *,
         reshards: bool,
         watches_saved: bool,
+        of_norms: Sequence[int],
         done_in_backward: Callable[[int], None],
     ) -> None:
         self._units = units
@@ -95,6 +97,8 @@ class UnitGathers:
         self._away: dict[torch.dtype, Tensor] = {}  # what parameters read as that are not there
         self._slot_of_memory = {view.untyped_storage()._cdata: u.slot for u in units for _, _, view in u.places}
         self._versions = {name: parameter._version for unit in units for name, parameter, _ in unit.places}
+        self._of_norms = of_norms
+        self._num_norms = 0  # calls of them in this forward
         self._num_entered = 0
         self._is_backward = False
         self._backward_at = 0  # the block that backward is in, or the number of units before it has begun
@@ -116,7 +120,7 @@ class UnitGathers:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """The forward of a micro-batch goes on."""
-        self._num_entered = 0
+        self._num_entered = self._num_norms = 0
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -139,11 +143,17 @@ class UnitGathers:
         if unit > 1:
             self._gather(unit - 1)
 
+    def norm_is_called(self) -> Callable[[], None]:
+        """Forward comes to a layer that waits for its peers, which may be in a block that this rank passes over, and
+        returns what to do before the layer waits in backward; see [Note: Peers that wait in backward] of zero.py."""
+        if self._num_norms < len(self._of_norms):
+            self._pass_up_to(self._of_norms[self._num_norms])
+        self._num_norms += 1
+        return partial(self._leave_later, self._num_entered - 1)
+
     def end_backward(self) -> None:
         """Autograd has returned."""
-        if len(self._units) > 1:
-            self._reach(1)
-            self._finish(1)
+        self._reach(0)
         self._is_backward = False
 
     def forget(self) -> None:
@@ -200,6 +210,13 @@ class UnitGathers:
                 self._hooks.append(tensor.register_hook(lambda _gradient, k=unit: self.enter_backward(k)))
         if self._reshards:
             self._hide(unit)
+
+    def _leave_later(self, unit: int) -> None:
+        """Backward is past all units after this one."""
+        if unit > 0:
+            self.enter_backward(unit)
+        elif self._is_backward:
+            self._reach(0)
 
     def _pack(self, tensor: Tensor) -> Tensor | _OfUnit:
         # Not the tensor itself: what a node has made would refer to the node, and live as long as that.

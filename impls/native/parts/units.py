@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from harness.parameters import LogicalParameter, logical_parameters
@@ -40,9 +41,11 @@ class Unit:
 class UnitPlan:
     """The units in the order in which forward enters them, the root first; a unit without parameters is left out, even
     the root. `untraced_because` says why everything is in the root unit, if the model asks for values;
-    `transforms_functions` if forward runs torch.func."""
+    `transforms_functions` if forward runs torch.func. `of_norms` has for each call of a BatchNorm, in order, how many
+    of the blocks that are units forward has come to by then."""
 
     units: tuple[Unit, ...]
+    of_norms: tuple[int, ...] = ()
     transforms_functions: bool = False
     untraced_because: str | None = None
 
@@ -71,7 +74,14 @@ def plan_units(workload: Workload, data_degree: int) -> UnitPlan:
         trace.run(inputs)
     except Exception as error:  # whatever a model does with tensors that have no values
         return _everything_in_root(parameters, error)
-    return UnitPlan(units=_assigned(parameters, blocks, trace), transforms_functions=trace.transforms_functions)
+    units = _assigned(parameters, blocks, trace)
+    names = {unit.module for unit in units}
+    is_unit = [blocks[block][0] in names for block in trace.num_entries]
+    return UnitPlan(
+        units=units,
+        of_norms=tuple(sum(is_unit[:num_entered]) for num_entered in trace.of_norms),
+        transforms_functions=trace.transforms_functions,
+    )
 
 
 def _everything_in_root(parameters: tuple[LogicalParameter, ...], error: Exception) -> UnitPlan:
@@ -133,12 +143,16 @@ class _Trace:
         self.uses: dict[str, set[tuple[nn.Module, ...]]] = {}  # in order of first use; by logical name
         self.num_entries: Counter[nn.Module] = Counter()  # in order of first entry
         self.transforms_functions = False
+        self.of_norms: list[int] = []  # how many blocks have been entered when a BatchNorm is called
         self._model = model
         self._active: list[nn.Module] = []
         self._names_by_storage = names_by_storage(model, [parameter.name for parameter in parameters])
         for block in blocks:
             block.register_forward_pre_hook(self._enter, prepend=True)
             block.register_forward_hook(self._leave, always_call=True)
+        for module in model.modules():
+            if isinstance(module, _BatchNorm):
+                module.register_forward_pre_hook(lambda *_: self.of_norms.append(len(self.num_entries)))
 
     def run(self, inputs: Tensor) -> None:
         with _Functions(self.note), Operations(self.note):

@@ -45,13 +45,14 @@ class PlannedFlat:
 class ZeroPlan:
     """`flats` are the trainable ones in the order in which backward completes them, then the frozen ones. `modules` are
     the names of the units' modules in forward order, None for the root unit. `untraced_because` says why there is only
-    one unit, if nobody could find the blocks' own parameters; `transforms_functions` is UnitPlan's."""
+    one unit, if nobody could find the blocks' own parameters; `of_norms` and `transforms_functions` are UnitPlan's."""
 
     stage: int
     reshards: bool
     flats: tuple[PlannedFlat, ...]
     modules: tuple[str | None, ...] = (None,)
     untraced_because: str | None = None
+    of_norms: tuple[int, ...] = ()
     transforms_functions: bool = False
 
     @property
@@ -105,7 +106,12 @@ def plan_zero(
         if not members or members[0][0] is not None:
             members.insert(0, (None, []))  # the root unit is always there, be it empty
         plan = _sharded(members, layout.shard_degree, bucket_bytes, reshards, kinds)
-        return replace(plan, untraced_because=units.untraced_because, transforms_functions=units.transforms_functions)
+        return replace(
+            plan,
+            untraced_because=units.untraced_because,
+            of_norms=units.of_norms,
+            transforms_functions=units.transforms_functions,
+        )
     used = in_order_of_use(workload, layout.data, [parameter for parameter in parameters if parameter.trainable])
     return ZeroPlan(
         stage=stage,

@@ -105,11 +105,73 @@ class Normed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.after(torch.tanh(self.norm(self.before(x))))
+        return _with_sometimes(self.sometimes, x, output)
+
+
+class Parcel:
+    """Nobody looks into it."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+class PackedNorm(nn.Module):
+    """Synchronised BatchNorm in a block that nobody sees a tensor leave: a rank without a positive sample uses no
+    parameter of it behind the norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.norm = nn.Linear(WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH, affine=False)
+        self.sometimes = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, parcel: Parcel) -> Parcel:
+        output = torch.tanh(self.norm(self.before(parcel.hidden)))
+        return Parcel(_with_sometimes(self.sometimes, parcel.hidden, output))
+
+
+class Sometimes(nn.Module):
+    """Only a rank with a positive sample uses it, or calls it at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sometimes = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, parcel: Parcel) -> Parcel:
+        return Parcel(_with_sometimes(self.sometimes, parcel.hidden, parcel.hidden))
+
+
+class PackedNorms(nn.Module):
+    """Norms in blocks, and in the model itself between blocks that not every rank calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(kind() for kind in (*[PackedNorm] * 3, *[Sometimes] * 2, PackedNorm))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH, affine=False) for _ in range(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parcel = Parcel(_beside_sign(x, self.norms[0](x)))
+        for block, norm in zip(self.blocks, self.norms[1:], strict=True):
+            if isinstance(block, PackedNorm) or _uses_sometimes(x):
+                parcel = block(parcel)
+            parcel = Parcel(_beside_sign(x, norm(parcel.hidden)))
+        return parcel.hidden
+
+
+def _uses_sometimes(x: Tensor) -> bool:
+    return x.is_meta or bool((x[:, 0] > 0).any())
+
+
+def _beside_sign(x: Tensor, output: Tensor) -> Tensor:
+    """`output` with the first column of `x`, which says what a rank uses."""
+    return torch.cat([x[:, [0]], output[:, 1:]], dim=-1)
+
+
+def _with_sometimes(layers: nn.ModuleList, x: Tensor, output: Tensor) -> Tensor:
+    if _uses_sometimes(x):
         positive = x[:, [0]].detach().sign().clamp(min=0)
-        if x.is_meta or bool(positive.any()):
-            for layer in self.sometimes:
-                output = output + positive * layer(x)
-        return torch.cat([x[:, [0]], torch.tanh(output)[:, 1:]], dim=-1)
+        for layer in layers:
+            output = output + positive * torch.tanh(layer(x))
+    return _beside_sign(x, output)
 
 
 class WithSide(nn.Module):
@@ -206,6 +268,16 @@ def normed(num_micro_batches: int = 1) -> Workload:
     return _workload(
         lambda: nn.Sequential(*(Normed() for _ in range(4))),
         lambda model: list(model.children()),
+        num_micro_batches=num_micro_batches,
+        synchronise_batch_norm=True,
+    )
+
+
+def packed_norms(num_micro_batches: int = 1) -> Workload:
+    """As `normed`."""
+    return _workload(
+        PackedNorms,
+        lambda model: list(model.blocks),
         num_micro_batches=num_micro_batches,
         synchronise_batch_norm=True,
     )

@@ -164,10 +164,11 @@ def test_views_kept_from_construction_are_named(worlds: Worlds, name: str, optio
 @pytest.mark.parametrize("options", STAGES, ids=str)
 @pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
+@pytest.mark.parametrize("name", ["normed", "packed_norms"])
 def test_ranks_that_use_fewer_parameters_hold_up_no_synchronised_batch_norm(
-    worlds: Worlds, options: dict[str, Any], transport: str, num_micro_batches: int
+    worlds: Worlds, name: str, options: dict[str, Any], transport: str, num_micro_batches: int
 ) -> None:
-    text = f"{HERE / 'odd_blocks.py'}:normed:num_micro_batches={num_micro_batches}"
+    text = f"{HERE / 'odd_blocks.py'}:{name}:num_micro_batches={num_micro_batches}"
     options = {**options, "transport": transport, "bucket_bytes": 1}
     parity = worlds.parity(parity_case(text, "native.zero", 2, options=options, precision="fp64"))
     assert parity.ok, parity.explanation

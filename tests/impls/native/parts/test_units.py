@@ -351,3 +351,18 @@ def test_function_transforms_are_seen_through_and_named() -> None:
     plan = plan_units(workload_of(Descending), 2)
     assert plan.transforms_functions
     assert names_by_unit(plan) == {f"layers.{index}": [f"layers.{index}.weight"] for index in range(3)}
+
+
+def test_each_call_of_a_norm_knows_how_many_units_come_before_it() -> None:
+    """A norm without parameters is a block, but no unit."""
+
+    def normed() -> nn.Module:
+        norms = nn.BatchNorm1d(3, affine=False), nn.Sequential(Layer(), nn.BatchNorm1d(3))
+        return Chain(Layer(), *norms, way=ends_with_the_first)
+
+    def ends_with_the_first(model: Any, x: Tensor) -> Tensor:
+        return model.layers[1](in_turn(model, x))
+
+    plan = plan_units(workload_of(normed), 2)
+    assert [unit.module for unit in plan.units] == [None, "layers.0", "layers.2"]
+    assert plan.of_norms == (1, 2, 2)
