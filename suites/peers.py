@@ -7,15 +7,13 @@ the memory.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from harness.case import Case, Measurement, Role, Suite
 from harness.layout import Layout
 
 _GPT = "gpt:size=17m"
-# Sequences in the global batch, and timed steps in a round; the larger batch tells whether an advantage outlives the
-# communication.
-_BATCHES = {4: 5, 16: 2}
 _ROUNDS = 12
 
 _Member = tuple[Role, str, Mapping[str, Any]]
@@ -48,7 +46,57 @@ _COMPARISONS: Mapping[str, tuple[_Member, ...]] = {
         ("torch.fsdp", {"blocks_per_group": 2}),
         ("torch.fsdp", {"reshard_after_forward": False}),
     ),
+    "tensor_parallel": (
+        ("floor", "native.tensor", {"transport": "none"}),
+        ("subject", "native.tensor", {}),
+        ("subject", "native.tensor", {"transport": "shared_memory"}),
+        ("peer", "torch.tensor", {}),
+    ),
+    "pipeline_parallel": (
+        ("floor", "native.pipeline", {"transport": "none"}),
+        ("subject", "native.pipeline", {"schedule": "1f1b"}),
+        ("subject", "native.pipeline", {"schedule": "zero_bubble"}),
+        ("peer", "torch.pipeline", {"schedule": "1f1b"}),
+        ("peer", "torch.pipeline", {"schedule": "interleaved_1f1b", "chunks": 2}),
+        ("peer", "torch.pipeline", {"schedule": "zero_bubble", "chunks": 2}),
+    ),
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """Sequences and micro-batches in a step, timed steps in a round, and what is compared along which axis."""
+
+    batch_size: int
+    num_micro_batches: int = 1
+    timed_steps: int
+    axis: Literal["data", "tensor", "pipeline"] = "data"
+    comparisons: tuple[str, ...]
+
+
+# The larger batch tells whether an advantage outlives the communication; the sharded strategies run at the small one
+# alone, where they differ.
+_WORKS = (
+    _Work(batch_size=4, timed_steps=5, comparisons=("data_parallel", "zero_1", "zero_2", "zero_3")),
+    _Work(batch_size=16, timed_steps=2, comparisons=("data_parallel",)),
+    _Work(batch_size=4, timed_steps=5, axis="tensor", comparisons=("tensor_parallel",)),
+    *(
+        _Work(
+            batch_size=number,
+            num_micro_batches=number,
+            timed_steps=20 // number,
+            axis="pipeline",
+            comparisons=("pipeline_parallel",),
+        )
+        for number in (4, 8)
+    ),
+)
+
+
+def _workload(work: _Work) -> str:
+    micro_batches = f",num_micro_batches={work.num_micro_batches}" if work.num_micro_batches > 1 else ""
+    return f"{_GPT},global_batch_size={work.batch_size}{micro_batches}"
+
 
 suite = Suite(
     name="peers",
@@ -56,21 +104,21 @@ suite = Suite(
     interleaved=True,
     cases=tuple(
         Case(
-            workload=f"{_GPT},global_batch_size={batch_size}",
+            workload=_workload(work),
             implementation=implementation,
-            layout=Layout(data=world_size),
+            layout=Layout(**{work.axis: world_size}),
             options=options,
             role=role,
             comparison=comparison,
             measurement=Measurement(
-                parity_steps=3, warm_up_steps=4, timed_steps=timed_steps, rounds=_ROUNDS, communication_steps=4
+                parity_steps=3, warm_up_steps=4, timed_steps=work.timed_steps, rounds=_ROUNDS, communication_steps=4
             ),
             deadline_seconds=600,
         )
-        for batch_size, timed_steps in _BATCHES.items()
+        for work in _WORKS
         for world_size in (2, 4)
-        # The sharded ones at the small batch alone, where they differ.
-        for comparison in (_COMPARISONS if batch_size == min(_BATCHES) else ("data_parallel",))
+        for comparison in work.comparisons
         for role, implementation, options in _COMPARISONS[comparison]
     ),
 )
+

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,16 +21,20 @@ from harness.stage_costs import Partition, stages_of
 from harness.workload import Workload
 from impls.native.ddp import NativeDataParallel
 from impls.native.parts.pipeline_costs import RankCosts, rank_costs
+from impls.native.parts.pipeline_messages import Messages, NoMessages
 from impls.native.parts.pipeline_model import PipelineStages
 from impls.native.parts.pipeline_timeline import play
 from impls.native.parts.rank_model import RankModel
 from impls.native.parts.schedules import Schedule, make
 
+PipelineTransport = Literal["process_group", "none"]
+
 
 class NativePipeline(NativeDataParallel):
     """`schedule` orders forwards and backwards; `chunks` is the number of stages on each rank, for the interleaved
     schedule. `partition` says what stages are to have alike: the number of blocks (uniform), parameters, FLOPs, time as
-    the first rank measures it, or memory under that schedule."""
+    the first rank measures it, or memory under that schedule. `transport="none"` sends nothing and waits for nobody: no
+    training then, but the floor under this very code."""
 
     strategy = "pipeline_parallel"
     whose: ClassVar[str] = "native.pipeline"
@@ -105,19 +109,29 @@ class NativePipeline(NativeDataParallel):
         schedule: str = "1f1b",
         chunks: int = 1,
         partition: Partition = "flops",
+        transport: PipelineTransport = "process_group",
         direct_gradients: bool = True,
     ) -> None:
+        self._messages = NoMessages if transport == "none" else Messages
         self._schedule = _schedule(workload, layout, {"schedule": schedule, "chunks": chunks})
         self._partition = partition
         super().__init__(workload, layout, mesh, device, direct_gradients=direct_gradients)
 
     def _make_model(self, workload: Workload, layout: Layout, mesh: Mesh, device: torch.device) -> RankModel:
         whole = RankModel(workload, device, self.whose)
-        return pipeline_stages(whole, mesh, self.whose, schedule=self._schedule, partition=self._partition)
+        return pipeline_stages(
+            whole, mesh, self.whose, schedule=self._schedule, partition=self._partition, messages=self._messages
+        )
 
 
 def pipeline_stages(
-    whole: RankModel, mesh: Mesh, whose: str, *, schedule: Schedule, partition: Partition
+    whole: RankModel,
+    mesh: Mesh,
+    whose: str,
+    *,
+    schedule: Schedule,
+    partition: Partition,
+    messages: type[Messages] = Messages,
 ) -> PipelineStages:
     """This rank's stages of `whole`, by its place along the pipeline axis. Collective."""
     workload, group = whole.workload, mesh.group("pipeline")
@@ -130,6 +144,7 @@ def pipeline_stages(
         stages=stages_of(workload, schedule.num_stages, partition, schedule.in_flight(), seconds),
         schedule=schedule,
         make_ties=partial(mesh.part, "pipeline"),
+        messages=messages,
     )
 
 

@@ -10,7 +10,7 @@ Gradients and updates are those of data parallelism over one rank (ddp.py) on th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
@@ -20,17 +20,20 @@ from harness.parameters import LogicalParameter, MemoryCategory, replicated_stat
 from harness.workload import Workload
 from impls.native.ddp import NativeDataParallel
 from impls.native.parts import shared_memory, tensor_model
+from impls.native.parts.counting_exchange import CountingExchange
 from impls.native.parts.rank_model import RankModel
-from impls.native.parts.shared_memory import TIMEOUT_SECONDS, Transport
+from impls.native.parts.shared_memory import TIMEOUT_SECONDS
 from impls.native.parts.tensor_dry_run import TensorCosts, tensor_costs
 from impls.native.parts.tensor_exchange import ProcessGroupExchange, SharedMemoryExchange, TensorExchange
 
+TensorTransport = Literal["process_group", "shared_memory", "none"]
 _ACTIVATIONS, _REST = 0, 1  # lanes: what is asked for between steps waits for no activation
 
 
 class NativeTensorParallel(NativeDataParallel):
     """`transport="shared_memory"` exchanges activations through mapped memory where the ranks of a slice share a
-    machine, and falls back to the process group elsewhere. `sequence_parallel` cuts along the sequence what lies
+    machine, and falls back to the process group elsewhere; "none": no training then, but the floor under this very
+    code. `sequence_parallel` cuts along the sequence what lies
     between the cut layers: less memory for activations, as many bytes."""
 
     strategy = "tensor_parallel"
@@ -70,13 +73,13 @@ class NativeTensorParallel(NativeDataParallel):
         mesh: Mesh,
         device: torch.device,
         *,
-        transport: Transport = "process_group",
+        transport: TensorTransport = "process_group",
         sequence_parallel: bool = False,
         direct_gradients: bool = True,
     ) -> None:
-        if transport not in get_args(Transport):
+        if transport not in get_args(TensorTransport):
             raise ValueError(
-                f"{self.whose}: transport must be one of {', '.join(get_args(Transport))}, got {transport!r}"
+                f"{self.whose}: transport must be one of {', '.join(get_args(TensorTransport))}, got {transport!r}"
             )
         self._sequence_parallel = sequence_parallel
         self._wants = transport
@@ -95,7 +98,7 @@ def tensor_slice(
     device: torch.device,
     whose: str,
     *,
-    transport: Transport,
+    transport: TensorTransport,
     sequence_parallel: bool,
 ) -> tensor_model.TensorSlice:
     """This rank's slice of the workload's model, by its place along the tensor axis. Collective."""
@@ -105,7 +108,9 @@ def tensor_slice(
     exchange: TensorExchange = ProcessGroupExchange(group)
     if shares_memory:
         exchange = SharedMemoryExchange(group, timeout_seconds=TIMEOUT_SECONDS, observer=mesh.observer)
-    facts = {"tensor_transport": "shared_memory" if shares_memory else "process_group"}
+    elif transport == "none":
+        exchange = CountingExchange(group.size(), group.rank())
+    facts = {"tensor_transport": "process_group" if fallback else transport}
     return tensor_model.TensorSlice(
         workload,
         device,

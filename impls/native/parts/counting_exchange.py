@@ -12,7 +12,7 @@ from impls.native.parts.tensor_exchange import Finish, TensorExchange
 
 class CountingExchange(TensorExchange):
     """Exchanges nothing, and counts, as `rank` of `num_ranks`, of which the first has the largest pieces: `sent_bytes`,
-    and `largest_bytes`, what it sends at once."""
+    and `largest_bytes`, what it sends at once. What peers would send reads as zeros."""
 
     def __init__(self, num_ranks: int, rank: int = 0) -> None:
         self.rank, self.num_ranks = rank, num_ranks
@@ -30,7 +30,9 @@ class CountingExchange(TensorExchange):
         self._sends(own, (self.num_ranks - 1) * own.nbytes)
         shape = list(own.shape)
         shape[dim] = sum(sizes)
-        return lambda: own.new_empty(shape)
+        whole = own.new_zeros(shape)
+        whole.narrow(dim, sum(sizes[: self.rank]), own.shape[dim]).copy_(own)
+        return lambda: whole
 
     def start_scatter_sum(self, own: Tensor, dim: int, sizes: Sequence[int]) -> Finish:
         row_bytes = own.nbytes // max(1, own.shape[dim])

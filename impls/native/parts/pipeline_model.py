@@ -37,6 +37,7 @@ class PipelineStages(RankModel):
         stages: Sequence[range],
         schedule: Schedule,
         make_ties: Callable[[Sequence[int]], dist.ProcessGroup | None],
+        messages: type[Messages] = Messages,
     ) -> None:
         workload = whole.workload
         assert workload.chain is not None
@@ -60,7 +61,7 @@ class PipelineStages(RankModel):
         _keep(self.module, {name for name, ranks in holders.items() if self._rank in ranks})
         kept = {name for name, _ in self.module.named_parameters()}
         self.parameters = tuple(parameter for parameter in whole.parameters if parameter.name in kept)
-        self._messages = Messages(group, whole.device)
+        self._messages = messages(group, whole.device)
 
     def kinds(self, name: str) -> Kinds:
         return (*self._slice.kinds(name), "partial" if name in self._tied else "own")
