@@ -156,7 +156,7 @@ class Implementation(ABC):
         timed."""
 
     def full_buffers(self) -> dict[str, Tensor]:
-        """The module's buffers, by name, on the CPU."""
+        """The model's buffers, by name, on the CPU. Collective; never timed."""
         return {name: buffer.detach().cpu().clone() for name, buffer in self.module.named_buffers()}
 
     def facts(self) -> Mapping[str, str]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from harness import random_regions
 from harness.data import IGNORE_INDEX, Dataset, shuffled_index
 from harness.parameters import decay_matrices
 from harness.precision import PRECISIONS, Precision
@@ -185,8 +186,10 @@ class Workload:
     how tensor parallelism may cut the model; without it only whole models are trained. `chain` yields
     the model's blocks where each takes what the one before gives, and nothing else: what a pipeline may cut.
 
-    `depends_on_chunks` says that a sample's result depends on which samples share its micro-batch or on the order of
-    random numbers (local BatchNorm, dropout): the reference then replays the very chunks of the data ranks.
+    `uses_random_numbers` says that a forward draws some, from torch's default generator, and `draws_in_regions` that it
+    does so between layers that the tensor plan cuts. `depends_on_chunks` says that a sample's result depends on which
+    samples share its micro-batch or on the order of random numbers (local BatchNorm, dropout): the reference then
+    replays the very chunks of the data ranks.
     `leaves_parameters_unused` says that some step does not reach every trainable parameter on every rank.
     `fixed_dtypes` keeps the dtypes the model was built with, whatever the precision.
     """
@@ -203,6 +206,7 @@ class Workload:
     chain: Callable[[nn.Module], Sequence[nn.Module]] | None = None
     unit: Literal["tokens", "samples"] = "tokens"
     uses_random_numbers: bool = False
+    draws_in_regions: bool = False
     depends_on_chunks: bool = False
     synchronise_batch_norm: bool = False
     leaves_parameters_unused: bool = False
@@ -221,6 +225,8 @@ class Workload:
         if not self.fixed_dtypes:
             model.to(self.precision.compute)
         self.checkpoint_activations(model)
+        if self.uses_random_numbers and self.chain is not None:
+            random_regions.give_states(self.chain(model))
         return model.train()
 
     def checkpoint_activations(self, model: nn.Module) -> None:
@@ -277,10 +283,14 @@ class Workload:
         )
         return sum(self.count(self.dataset.sample(index)[1].unsqueeze(0)) for index in indices)
 
+    def begin_forward(self, micro_batch: MicroBatch) -> None:
+        """What comes draws the random numbers of this micro-batch."""
+        if self.uses_random_numbers:
+            random_regions.begin(micro_batch.seed)
+
     def loss_sum(self, model: Callable[[Tensor], Tensor], micro_batch: MicroBatch) -> Tensor:
         """Forward through `model` (the module or whatever wraps it) and the *sum* of the losses; a scalar."""
-        if self.uses_random_numbers:
-            torch.manual_seed(micro_batch.seed)
+        self.begin_forward(micro_batch)
         loss = self.loss(model(micro_batch.inputs), micro_batch.targets)
         return loss if micro_batch.num_tokens else loss * 0.0
 
@@ -288,7 +298,7 @@ class Workload:
         """Why the model cannot be cut among `tensor_degree` ranks, or None."""
         if self.tensor_plan is None:
             return f"workload {self.name} has no tensor plan: it does not say which layers to cut, and how"
-        if self.uses_random_numbers and tensor_degree > 1:
+        if self.draws_in_regions and tensor_degree > 1:
             return "dropout within a cut layer draws other masks than one process does, so that nothing can be compared"
         model = self.model_without_memory()
         try:

@@ -121,4 +121,3 @@ suite = Suite(
         for role, implementation, options in _COMPARISONS[comparison]
     ),
 )
-

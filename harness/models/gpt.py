@@ -107,10 +107,10 @@ class Perceptron(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, shape: Shape, dropout: float = 0.0) -> None:
+    def __init__(self, shape: Shape, dropout: float = 0.0, attention_dropout: float = 0.0) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(shape.width)
-        self.attention = Attention(shape, dropout)
+        self.attention = Attention(shape, attention_dropout)
         self.perceptron_norm = nn.LayerNorm(shape.width)
         self.perceptron = Perceptron(shape)
         self.dropout = nn.Dropout(dropout)
@@ -132,10 +132,10 @@ class Head(nn.Module):
         return logits
 
 
-def decoder(shape: Shape, *, tied: bool = False, dropout: float = 0.0) -> nn.Sequential:
+def decoder(shape: Shape, *, tied: bool = False, dropout: float = 0.0, attention_dropout: float = 0.0) -> nn.Sequential:
     """The module, initialised. `tied` makes the embedding's and the head's vocabulary weights one parameter."""
     embedding, head = Embedding(shape, dropout), Head(shape)
-    blocks = {f"block{index}": Block(shape, dropout) for index in range(shape.num_layers)}
+    blocks = {f"block{index}": Block(shape, dropout, attention_dropout) for index in range(shape.num_layers)}
     model = nn.Sequential(OrderedDict({"embedding": embedding, **blocks, "head": head}))
     if tied:
         head.vocabulary.weight = embedding.token.weight
@@ -179,14 +179,18 @@ def workload(
     sequence_length: int | None = None,
     vocabulary_size: int | None = None,
     dropout: float = 0.0,
+    attention_dropout: float | None = None,
     text: str = STANDARD_LIBRARY,
 ) -> Workload:
-    """Next-token prediction. `text` is `stdlib`, a text file (a token a byte) or a `.bin` file of uint16 tokens.
-    ValueError for an unknown size, or a text that does not fit the vocabulary or the sequence length."""
+    """Next-token prediction. `dropout` is that of embeddings and residuals, and of the attention's weights too unless
+    `attention_dropout` says otherwise. `text` is `stdlib`, a text file (a token a byte) or a `.bin` file of uint16
+    tokens. ValueError for an unknown size, or a text that does not fit the vocabulary or the sequence length."""
     check_choice("size", size, SIZES)
     check_boolean("tied", tied)
-    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-        raise ValueError(f"dropout must be a number in [0, 1), got {dropout!r}")
+    of_attention = dropout if attention_dropout is None else attention_dropout
+    for name, share in (("dropout", dropout), ("attention_dropout", of_attention)):
+        if not isinstance(share, int | float) or not 0 <= share < 1:
+            raise ValueError(f"{name} must be a number in [0, 1), got {share!r}")
     shape = SIZES[size]
     overrides = {"sequence_length": sequence_length, "vocabulary_size": vocabulary_size}
     given = {name: value for name, value in overrides.items() if value is not None}
@@ -194,12 +198,13 @@ def workload(
     shape = replace(shape, **given)
     return Workload(
         name="gpt",
-        model=lambda: decoder(shape, tied=tied, dropout=dropout),
+        model=lambda: decoder(shape, tied=tied, dropout=dropout, attention_dropout=of_attention),
         dataset=open_text(text, sequence_length=shape.sequence_length, vocabulary_size=shape.vocabulary_size),
         training=training,
         tensor_plan=lambda model: tensor_plan(shape),
         chain=children_of_sequential,
-        uses_random_numbers=dropout > 0,
-        depends_on_chunks=dropout > 0,
+        uses_random_numbers=max(dropout, of_attention) > 0,
+        draws_in_regions=of_attention > 0,
+        depends_on_chunks=max(dropout, of_attention) > 0,
         flops_per_unit=shape.flops_per_token,
     )

@@ -250,6 +250,9 @@ class NativeDataParallel(Implementation):
             full.update(bucket.whole_parameters())
         return self.model.whole(full)
 
+    def full_buffers(self) -> dict[str, Tensor]:
+        return self.model.whole_buffers()
+
     def facts(self) -> Mapping[str, str]:
         facts = {"transport": self.transport, "num_buckets": str(len(self.buckets)), **self.model.facts()}
         return facts | ({"transport_fallback": self.transport_fallback} if self.transport_fallback else {})

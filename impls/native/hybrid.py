@@ -150,6 +150,9 @@ class NativeHybrid(Implementation):
     def full_parameters(self) -> dict[str, Tensor]:
         return self._along_data.full_parameters()
 
+    def full_buffers(self) -> dict[str, Tensor]:
+        return self._along_data.full_buffers()
+
     def facts(self) -> Mapping[str, str]:
         return self._along_data.facts()
 

@@ -58,10 +58,8 @@ class NativePipeline(NativeDataParallel):
             num_blocks = len(chain_of(workload).blocks)
         except NoChain as error:
             return str(error)
-        if workload.uses_random_numbers:
-            return "dropout in later stages draws other masks than one process does, so that nothing can be compared"
-        if workload.synchronise_batch_norm or workload.depends_on_chunks:
-            return "what depends on the samples of a micro-batch is not compared yet"
+        if workload.synchronise_batch_norm:
+            return "BatchNorm would have to be synchronised by each stage for itself, which no stage does yet"
         num_stages = layout.pipeline * options.get("chunks", 1)
         if num_blocks < num_stages:
             return f"{num_stages} stages need as many blocks, got the {num_blocks} of {workload.name}"

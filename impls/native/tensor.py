@@ -45,6 +45,8 @@ class NativeTensorParallel(NativeDataParallel):
     ) -> str | None:
         if (layout.data, layout.pipeline) != (1, 1):
             return f"tensor parallelism takes a tensor degree alone, got {layout}"
+        if options.get("sequence_parallel", False) and workload.uses_random_numbers and layout.tensor > 1:
+            return "dropout on a piece of the sequence draws other masks than one process does on all of it"
         return tensor_model.why_not(workload, layout.tensor)
 
     @classmethod

@@ -302,6 +302,9 @@ class NativeShardedOptimizer(Implementation):
         self.memory.check_parameters(self.module)
         return self.model.whole(self.memory.full_parameters())
 
+    def full_buffers(self) -> dict[str, Tensor]:
+        return self.model.whole_buffers()
+
     def facts(self) -> Mapping[str, str]:
         facts = {"transport": self.memory.transport, "num_buckets": str(len(self.buckets)), **self.model.facts()}
         if self.stage == 3:

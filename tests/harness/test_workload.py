@@ -269,7 +269,10 @@ def test_options_written_as_text_reach_the_builder_and_the_recipe() -> None:
     [
         ("bert", "expected one of awkward, convnet, gpt, llama, or path/to/file.py:builder"),
         ("gpt:size", "expected options as key=value, got 'size'"),
-        ("gpt:depth=3", "unknown option depth; gpt takes dropout, sequence_length, size, text, tied, vocabulary_size"),
+        (
+            "gpt:depth=3",
+            "unknown option depth; gpt takes attention_dropout, dropout, sequence_length, size",
+        ),
         ("gpt:size=huge", "size must be one of tiny, 17m"),
         ("gpt:tied=maybe", "tied must be true or false, got 'maybe'"),
         ("gpt:dropout=1", "dropout must be a number in [0, 1), got 1"),

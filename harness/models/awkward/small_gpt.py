@@ -32,7 +32,7 @@ def small_gpt(
     )
 
     def model() -> nn.Module:
-        decoder = gpt.decoder(shape, tied=tied, dropout=dropout)
+        decoder = gpt.decoder(shape, tied=tied, dropout=dropout, attention_dropout=dropout)
         change(decoder)
         return decoder
 
@@ -44,5 +44,6 @@ def small_gpt(
         chain=children_of_sequential,
         **{"tensor_plan": lambda model: gpt.tensor_plan(shape), **fields},
         uses_random_numbers=dropout > 0,
+        draws_in_regions=dropout > 0,
         depends_on_chunks=dropout > 0,
     )

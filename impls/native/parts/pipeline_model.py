@@ -105,8 +105,17 @@ class PipelineStages(RankModel):
         return norm_over_ranks(self._slice.norm_over_slices(own).to(self.device), self._group)
 
     def whole(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self._merged(self._slice.whole(values))
+
+    def whole_buffers(self) -> dict[str, Tensor]:
+        own = {id(buffer) for blocks in self._blocks.values() for block in blocks for buffer in block.buffers()}
+        here = {name: buffer.cpu() for name, buffer in self.module.named_buffers() if id(buffer) in own}
+        return {**super().whole_buffers(), **self._merged(here)}
+
+    def _merged(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of what several ranks tell the first one's."""
         of_ranks: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(of_ranks, self._slice.whole(values), group=self._group)
+        dist.all_gather_object(of_ranks, dict(own), group=self._group)
         found: dict[str, Tensor] = {}
         for of_rank in of_ranks:
             found |= {name: value for name, value in of_rank.items() if name not in found}
@@ -129,6 +138,7 @@ class PipelineStages(RankModel):
 
         def forward(index: int, inputs: list[Tensor]) -> list[Tensor]:
             micro_batch = batch.micro_batches[index]
+            self.workload.begin_forward(micro_batch)
             outputs = run_blocks(self._blocks[stage], inputs or [micro_batch.inputs])
             if not is_last:
                 return outputs

@@ -119,6 +119,10 @@ class RankModel:
         """Tensors of the parameters' shapes, by name, made whole, on the CPU. Collective; not for timed code."""
         return {name: value.cpu() for name, value in values.items()}
 
+    def whole_buffers(self) -> dict[str, Tensor]:
+        """The model's buffers, by name, on the CPU. Collective; not for timed code."""
+        return {name: buffer.detach().cpu().clone() for name, buffer in self.module.named_buffers()}
+
     def communication_buffers(self) -> Iterable[Tensor]:
         """What the exchange between slices holds between steps."""
         return ()

@@ -48,6 +48,11 @@ def test_layers_that_put_gradients_off_keep_no_bucket_waiting(worlds: Worlds, st
     check(worlds, "llama:size=tiny,num_micro_batches=2", Layout(data=2, tensor=2), options)
 
 
+def test_dropout_is_that_of_one_process(worlds: Worlds) -> None:
+    text = "gpt:size=tiny,dropout=0.2,attention_dropout=0.0,num_micro_batches=3,activation_checkpointing=true"
+    check(worlds, text, CUBE, {"schedule": "zero_bubble"})
+
+
 def test_shards_within_groups_of_slices(worlds: Worlds) -> None:
     check(worlds, GPT, Layout(data=4, shard=2, tensor=2), {"stage": 2})
 

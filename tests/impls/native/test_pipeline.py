@@ -102,7 +102,6 @@ def test_weights_large_enough_to_be_put_off(worlds: Worlds, precision: str) -> N
             "pipeline: 2 uses what 0 has made, past the blocks between them",
         ),
         ("gpt:size=tiny", Layout(pipeline=8), {}, "8 stages need as many blocks, got the 4 of gpt"),
-        ("gpt:dropout=0.1", Layout(pipeline=2), {}, "dropout in later stages draws other masks"),
         ("convnet", Layout(pipeline=2), {}, "workload convnet has no chain"),
         ("gpt", Layout(pipeline=2, data=2), {}, "pipeline parallelism takes a pipeline degree alone, got"),
     ],

@@ -91,6 +91,16 @@ def test_llama_is_cut_by_transformers_own_plan(worlds: Worlds, workload: str, op
     assert parity.ok, parity.explanation
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_dropout_between_regions_is_that_of_one_process(worlds: Worlds, transport: str) -> None:
+    text = "gpt:size=tiny,dropout=0.2,attention_dropout=0.0,num_micro_batches=2"
+    options = {"transport": transport}
+    parity = worlds.parity(
+        parity_case(text, "native.tensor", 2, layout=Layout(tensor=2), options=options, precision="fp64")
+    )
+    assert parity.ok, parity.explanation
+
+
 @pytest.mark.parametrize("precision", ["bf16", "bf16_fp32_gradients"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_low_precision_stays_within_its_envelope(worlds: Worlds, precision: str, sequence_parallel: bool) -> None:
@@ -116,10 +126,16 @@ def test_low_precision_stays_within_its_envelope(worlds: Worlds, precision: str,
         ),
         ("gpt", Layout(tensor=2, data=2), "tensor parallelism takes a tensor degree alone, got data=2 tensor=2"),
         ("gpt:dropout=0.1", Layout(tensor=2), "dropout within a cut layer draws other masks than one process does"),
+        (
+            "gpt:dropout=0.1,attention_dropout=0.0",
+            Layout(tensor=2),
+            "dropout on a piece of the sequence draws other masks than one process does on all of it",
+        ),
     ],
     ids=str,
 )
 def test_what_cannot_be_cut_is_refused_before_any_process_starts(workload: str, layout: Layout, message: str) -> None:
-    reason = load("native.tensor").unsupported(models.load(workload), layout, torch.device("cpu"), {})
+    options = {"sequence_parallel": "attention_dropout" in workload}
+    reason = load("native.tensor").unsupported(models.load(workload), layout, torch.device("cpu"), options)
     assert reason is not None
     assert reason.startswith(message), reason
