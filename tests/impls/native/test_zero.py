@@ -164,6 +164,14 @@ def test_stage_3_notices_that_backward_has_come_to_a_block(worlds: Worlds, name:
     assert parity.ok, parity.explanation
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_slots_have_no_memory_before_they_are_needed(worlds: Worlds, stage: int) -> None:
+    parity = worlds.parity(
+        parity_case(STACK, f"{SCENES}:HoldsNothingInAdvance", 2, options={"stage": stage}, precision="fp64")
+    )
+    assert parity.ok, parity.explanation
+
+
 def test_stage_3_keeps_no_graph_that_the_loss_does_not_reach(worlds: Worlds) -> None:
     """Nor minds that a sparse tensor is saved, which has no storage."""
     text, scene = f"{HERE / 'odd_blocks.py'}:with_side", f"{SCENES}:KeepsNoGraph"
