@@ -216,7 +216,8 @@ class Workload:
     weights: Path | None = None
 
     def build_model(self) -> nn.Module:
-        """The module on the CPU with its starting weights (read from `weights` where given), in compute precision."""
+        """The module on the CPU with its starting weights (read from `weights` where given), in compute precision. A
+        parameter whose elements do not fill one piece of memory, each once, is made contiguous."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.training.seed)
             model = self.model()
@@ -224,6 +225,7 @@ class Workload:
             model.load_state_dict(torch.load(self.weights, weights_only=True, mmap=True))
         if not self.fixed_dtypes:
             model.to(self.precision.compute)
+        _close_gaps(model)
         self.checkpoint_activations(model)
         if self.uses_random_numbers and self.chain is not None:
             random_regions.give_states(self.chain(model))
@@ -324,6 +326,14 @@ class Workload:
         ]
         inputs, targets = torch.stack([s[0] for s in samples]), torch.stack([s[1] for s in samples])
         return inputs.to(self.dtype_in_training(inputs.dtype)), targets.to(self.dtype_in_training(targets.dtype))
+
+
+def _close_gaps(model: nn.Module) -> None:
+    """torch's fused optimizers take a parameter's memory for one piece on the CPU: they step what lies between the
+    elements of a column cut out of a matrix, say, and not all of them. Casts close such gaps in any case."""
+    for parameter in model.parameters():
+        if torch.empty_like(parameter, device="meta").stride() != parameter.stride():  # kept where they are dense
+            parameter.data = parameter.data.contiguous()
 
 
 def _refuse_batch_norm(model: nn.Module) -> None:

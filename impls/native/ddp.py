@@ -40,7 +40,7 @@ from impls.native.parts.gradient_bucket import GradientBucket
 from impls.native.parts.order_of_use import in_order_of_use
 from impls.native.parts.rank_model import Kinds, Passes, RankModel
 from impls.native.parts.shared_memory import Transport
-from impls.native.parts.synchronised_batch_norm import summed_bytes, synchronise_batch_norm
+from impls.native.parts.synchronised_batch_norm import prepared_alone, summed_bytes, synchronise_batch_norm
 
 DEFAULT_SMALL_BYTES = 128 << 10
 Reduction = Literal["all_reduce", "ring", "parameter_server", "none"]
@@ -83,9 +83,10 @@ class NativeDataParallel(Implementation):
     def dry_run_preparation(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> Preparation:
-        if not options.get("direct_gradients", True):
-            return super().dry_run_preparation(workload, parameters, layout, options)
-        return partial(prepare_dry_run, least_bytes=options.get("small_bytes", DEFAULT_SMALL_BYTES))
+        prepare = super().dry_run_preparation(workload, parameters, layout, options)
+        if options.get("direct_gradients", True):
+            prepare = partial(prepare_dry_run, least_bytes=options.get("small_bytes", DEFAULT_SMALL_BYTES))
+        return prepared_alone(prepare) if workload.synchronise_batch_norm else prepare
 
     @classmethod
     def predicted_wire_bytes(

@@ -47,7 +47,7 @@ from impls.native.parts.rank_model import Kinds, Passes, RankModel
 from impls.native.parts.sharded_bucket import ShardedBucket
 from impls.native.parts.sharded_memory import ShardedMemory
 from impls.native.parts.shared_memory import Transport
-from impls.native.parts.synchronised_batch_norm import synchronise_batch_norm
+from impls.native.parts.synchronised_batch_norm import prepared_alone, synchronise_batch_norm
 from impls.native.parts.unit_gathers import UnitGathers
 from impls.native.parts.zero_plan import ZeroPlan, plan_zero
 
@@ -105,7 +105,7 @@ class NativeShardedOptimizer(Implementation):
     def dry_run_preparation(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> Preparation:
-        return partial(
+        prepare = partial(
             zero_dry_run.prepare,
             plan=_plan(workload, parameters, layout, options),
             workload=workload,
@@ -113,6 +113,7 @@ class NativeShardedOptimizer(Implementation):
             shares_memory=options.get("transport") == "shared_memory",
             direct=options.get("direct_gradients", True),
         )
+        return prepared_alone(prepare) if workload.synchronise_batch_norm else prepare
 
     @classmethod
     def predicted_wire_bytes(

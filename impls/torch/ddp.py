@@ -4,14 +4,15 @@ exchange on micro-batches before the last."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.implementation import Implementation, StepOutput, phase
+from harness.implementation import Implementation, Preparation, StepOutput, as_it_is, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import RecipeOptimizer
@@ -28,7 +29,11 @@ from harness.workload import Batch, Workload
 class TorchDataParallel(Implementation):
     """DDP averages over ranks, so each rank's loss is multiplied by their number; the divisor is the global token count
     all the same. `bucket_cap_mb` is DDP's own; `find_unused_parameters` makes it search the graph for parameters that
-    a step does not reach; by default where the workload says that there are any, since without it DDP then fails."""
+    a step does not reach; by default where the workload says that there are any, since without it DDP then fails.
+
+    Micro-batches before the last one, which exchange nothing, leave gradients beside the buckets: until the last one
+    has moved them there, gradients take twice their memory.
+    """
 
     strategy = "data_parallel"
 
@@ -52,6 +57,12 @@ class TorchDataParallel(Implementation):
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> Mapping[MemoryCategory, int] | None:
         return replicated_state_bytes(parameters, workload.precision, workload.training.num_moments)
+
+    @classmethod
+    def dry_run_preparation(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Preparation:
+        return _with_gradients_twice if workload.training.num_micro_batches > 1 else as_it_is
 
     @classmethod
     def predicted_wire_bytes(
@@ -128,3 +139,18 @@ class TorchDataParallel(Implementation):
 
 def _finds_unused(workload: Workload, asked_for: bool | None) -> bool:
     return workload.leaves_parameters_unused if asked_for is None else asked_for
+
+
+def _with_gradients_twice(model: nn.Module, gradients: Mapping[str, Tensor]) -> Callable[[Tensor], None]:
+    """`gradients` are the buckets' views; the last backward finds others, and moves each as it gets ready."""
+
+    def move(view: Tensor, parameter: Tensor) -> None:
+        parameter.grad = view
+
+    def begin_backward(loss: Tensor) -> None:
+        for name, parameter in model.named_parameters():
+            if name in gradients:
+                parameter.grad = torch.empty_like(parameter)
+                parameter.register_post_accumulate_grad_hook(partial(move, gradients[name]))
+
+    return begin_backward

@@ -40,6 +40,10 @@ class TorchFullySharded(Implementation):
 
     The last block and the root stay gathered after forward in any case: backward begins with them. The optimizer steps
     the local shards, since torch's fused SGD takes no DTensor.
+
+    Over gloo no form foresees the peak to a few per cent. The memory of a collective is freed when gloo's own thread
+    lets go of it, some time after it has completed: the same steps of a GPT of 11M parameters on two ranks took 115 to
+    136 MiB from run to run, foreseen were 123.
     """
 
     strategy = "zero_3"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from harness.implementation import Implementation, StepOutput, phase
+from harness.implementation import Implementation, Preparation, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import RecipeOptimizer, torch_optimizer
@@ -74,6 +74,12 @@ class TorchZero(Implementation):
         if precision.master is not None:
             states += precision.master.itemsize * (sum(map(_num_elements, shares)) - _num_elements(largest))
         return {**replicated_state_bytes(parameters, precision, num_moments), "optimizer_states": states}
+
+    @classmethod
+    def dry_run_preparation(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Preparation:
+        return TorchDataParallel.dry_run_preparation(workload, parameters, layout, {})
 
     @classmethod
     def predicted_wire_bytes(

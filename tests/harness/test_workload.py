@@ -9,7 +9,16 @@ from torch import Tensor, nn
 from harness import models
 from harness.data import IGNORE_INDEX
 from harness.datasets import Tensors
-from harness.workload import Batch, Training, Workload, count_targets, cross_entropy_sum, in_precision
+from harness.optimizer import RecipeOptimizer
+from harness.workload import (
+    Batch,
+    OptimizerName,
+    Training,
+    Workload,
+    count_targets,
+    cross_entropy_sum,
+    in_precision,
+)
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "my_workload.py"
 
@@ -172,6 +181,26 @@ def test_precision_casts_weights_and_floating_inputs_but_no_indices() -> None:
         assert micro_batch.inputs.dtype == dtype and micro_batch.targets.dtype == torch.int64
     with pytest.raises(ValueError, match="precision must be one of fp64, fp32, bf16, bf16_fp32_gradients, got 'fp8'"):
         in_precision(numbered(), "fp8")
+
+
+class Columns(nn.Module):
+    """Parameters cut out of one matrix: the elements of each lie between those of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Parameter(part) for part in torch.arange(24.0).view(4, 6).chunk(2, dim=1))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_parameters_with_gaps_between_their_elements_are_stepped_rightly(optimizer: OptimizerName) -> None:
+    training = Training(optimizer=optimizer, learning_rate=0.125, weight_decay=0.0, epsilon=0.0)
+    workload = Workload(name="columns", model=Columns, dataset=numbered().dataset, training=training)
+    model, before = workload.build_model(), Columns()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    RecipeOptimizer(model, workload).step(tracks_norm=False)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before.get_parameter(name) - 0.125), name
 
 
 def test_activation_checkpointing_recomputes_and_changes_nothing() -> None:

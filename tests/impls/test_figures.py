@@ -17,9 +17,9 @@ from harness import implementation, models
 from harness.case import Case
 from harness.launch.local import LocalLaunch
 from harness.layout import Layout
-from harness.measure import communication
+from harness.measure import communication, memory
 from harness.measure.memory import MemoryReport
-from harness.measure.predicted_memory import registry
+from harness.measure.predicted_memory import predicted, registry
 from harness.parameters import replicated_state_bytes
 from harness.workload import Workload, in_precision
 
@@ -79,9 +79,9 @@ def gradient_bytes(case: Case) -> int:
 def predicted_bytes(case: Case) -> int:
     kind = implementation.load(case.implementation)
     workload = work_of(case)
-    predicted = kind.predicted_wire_bytes(workload, registry(workload), case.layout, case.options)
-    assert predicted is not None
-    return predicted
+    num_bytes = kind.predicted_wire_bytes(workload, registry(workload), case.layout, case.options)
+    assert num_bytes is not None
+    return num_bytes
 
 
 def communicated(instrumented: Instrumented, case: Case) -> tuple[dict[str, float], int]:
@@ -196,12 +196,22 @@ def test_states_in_memory_are_the_closed_form(
     case = make_case(name, 2, ADAMW_GPT, precision, **options)
     workload = work_of(case)
     num_elements = sum(parameter.num_elements for parameter in registry(workload))
-    predicted = implementation.load(name).predicted_memory(workload, registry(workload), case.layout, options)
+    foreseen = implementation.load(name).predicted_memory(workload, registry(workload), case.layout, options)
     parameters, gradients, states = (num_bytes * num_elements for num_bytes in per_parameter)
-    assert predicted == {"parameters": parameters, "gradients": gradients, "optimizer_states": states}
+    assert foreseen == {"parameters": parameters, "gradients": gradients, "optimizer_states": states}
     counters = 4 * (2 if name == "native.ddp" else len(registry(workload)))
     reports: list[MemoryReport] = instrumented.adopt(case).command("build_and_measure_memory", num_steps=1)
     for report in reports:
         assert report.largest_bytes["parameters"] == parameters
         assert report.largest_bytes["gradients"] == gradients
         assert report.largest_bytes["optimizer_states"] == states + counters
+
+
+@pytest.mark.parametrize("name", ["native.ddp", "torch.ddp", "torch.zero"])
+def test_the_peak_of_several_micro_batches_is_the_prediction(instrumented: Instrumented, name: str) -> None:
+    """DDP keeps the gradients of those that exchange nothing beside its buckets."""
+    case = make_case(name, 2, "gpt:size=tiny,vocabulary_size=4096,num_micro_batches=2,clip_norm=1.0")
+    reports = instrumented.adopt(case).command("build_and_measure_memory", num_steps=1)
+    foreseen = predicted(work_of(case), implementation.load(name), case.layout, case.options)
+    measured = memory.combine(reports)["memory.peak_allocated_bytes.max_rank"]
+    assert measured == pytest.approx(foreseen["memory.predicted_peak_bytes"], rel=0.02)

@@ -65,6 +65,10 @@ class GradientShards(Protocol):
         """(num_ranks * num_shard_elements,): where this rank puts its gradients; zero at first."""
         ...
 
+    def rest(self) -> None:
+        """All views of what is lent have been made: its memory goes until the first flat of a slot is reclaimed."""
+        ...
+
     def reclaim(self, index: int) -> None:
         """Returns once `own(index)` may be filled: whoever used its slot last has been summed by everybody."""
         ...
@@ -128,6 +132,10 @@ class ProcessGroupShards:
 
     def own(self, index: int) -> Tensor:
         return self._own[index]
+
+    def rest(self) -> None:
+        for slot in self._lent_slots:
+            flat_memory.give_back(self._slots[slot])
 
     def reclaim(self, index: int) -> None:
         slot = self._flats[index].slot
@@ -250,6 +258,9 @@ class SharedMemoryShards:
 
     def own(self, index: int) -> Tensor:
         return self._own[index]
+
+    def rest(self) -> None:
+        pass  # what peers map stays
 
     def reclaim(self, index: int) -> None:
         last = self._last_of_slot.get(self._flats[index].slot)

@@ -49,6 +49,8 @@ class ShardedMemory:
         self._fill(parameters)
         self.buckets = [self._bucket(index, flat) for index, flat in enumerate(plan.flats[: plan.num_trained])]
         self._pointers: dict[str, int] = {}
+        self.exchange.rest()
+        self.begin_step()
 
     def begin_step(self) -> None:
         """Sums are lent their memory from when they are made, as backward frees activations, to the next step."""

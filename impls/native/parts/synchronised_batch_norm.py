@@ -7,13 +7,15 @@ unlike numbers of samples. Ioffe and Szegedy 2015, "Batch Normalization".
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from harness.implementation import Preparation
 
 Before = Callable[[], None]
 """What to do before a layer waits for its peers in backward."""
@@ -27,10 +29,20 @@ def synchronise_batch_norm(
     model: nn.Module, group: dist.ProcessGroup | None, on_call: Callable[[], Before] = lambda: _nothing
 ) -> None:
     """Makes every BatchNorm of `model` use the statistics of all ranks of `group` while training; parameter and buffer
-    names stay. Without a group there are no peers: a dry run computes just so. `on_call` is asked in each forward."""
+    names stay. Without a group there are no peers. `on_call` is asked in each forward."""
     for module in model.modules():
         if isinstance(module, _BatchNorm):
             module.forward = functools.partial(_forward, module, group, on_call)  # type: ignore[method-assign]
+
+
+def prepared_alone(prepare: Preparation) -> Preparation:
+    """A dry run as `prepare` has it, whose BatchNorm computes and keeps what it would beside peers."""
+
+    def prepare_both(model: nn.Module, gradients: Mapping[str, Tensor]) -> Callable[[Tensor], None]:
+        synchronise_batch_norm(model, None)
+        return prepare(model, gradients)
+
+    return prepare_both
 
 
 def summed_bytes(model: nn.Module, compute: torch.dtype) -> int:

@@ -100,6 +100,7 @@ class UnitGathers:
         self._of_norms = of_norms
         self._num_norms = 0  # calls of them in this forward
         self._num_entered = 0
+        self._called: set[int] = set()  # in this forward; others may have been passed over
         self._is_backward = False
         self._backward_at = 0  # the block that backward is in, or the number of units before it has begun
         self._comes_again = False
@@ -121,6 +122,7 @@ class UnitGathers:
     def forward(self) -> Iterator[None]:
         """The forward of a micro-batch goes on."""
         self._num_entered = self._num_norms = 0
+        self._called.clear()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -177,16 +179,11 @@ class UnitGathers:
         self._given = {id(tensor) for tensor in tensors_in(inputs)}
         if unit < self._num_entered:
             if self._occupants.get(self._units[unit].slot) != unit:
-                again = f"native.zero: {self._units[unit].name} is called again after its parameters were freed"
-                if self._is_backward:
-                    raise RuntimeError(
-                        f"{again}, in backward: of blocks that are checkpointed together two are there at a time; "
-                        f"checkpoint fewer at once, or keep them with reshard_after_forward=false"
-                    )
-                raise RuntimeError(f"{again}, and was called once when the model was looked at")
+                raise RuntimeError(self._why_away(unit))
             self._await(unit)  # called from backward, which has only started to gather it
         else:
             self._pass_up_to(unit)
+        self._called.add(unit)
         self._show(unit)
         if unit == self._num_entered - 1 < len(self._units) - 1:
             self._gather(unit + 1)
@@ -232,11 +229,29 @@ class UnitGathers:
         unit, tensor = saved
         self.enter_backward(unit)
         if self._occupants.get(self._units[unit].slot) != unit:
-            raise RuntimeError(
-                f"native.zero: backward comes to {self._units[unit].name} again after its parameters were freed; keep "
-                f"them with reshard_after_forward=false"
-            )
+            raise RuntimeError(self._why_away(unit))
         return tensor
+
+    def _why_away(self, unit: int) -> str:
+        """Of a unit whose parameters are wanted and were freed."""
+        name = self._units[unit].name
+        if self._is_backward and unit < self._backward_at:
+            return (
+                f"native.zero: {name} is called again after its parameters were freed, in backward: of the blocks that "
+                f"a checkpoint computes again two are there at a time, and one where it is re-entrant; checkpoint "
+                f"fewer at once, or keep them with reshard_after_forward=false"
+            )
+        if self._is_backward:
+            earlier = self._units[self._backward_at].name
+            found = f"backward comes to {name} after {earlier}, and forward called {name} after that"
+        elif unit in self._called:
+            found = f"{name} is called a second time, and was called once"
+        else:
+            found = f"{name} is called after {self._units[self._num_entered - 1].name}, and was called before that"
+        return (
+            f"native.zero: {found} when the model was looked at: stage 3 gathers blocks that are called once, in one "
+            f"order; leave others out of the workload's blocks"
+        )
 
     def _reach(self, unit: int) -> None:
         """Backward goes on from block to block, through those that its own gradient passes over."""

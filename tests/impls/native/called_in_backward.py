@@ -51,12 +51,35 @@ class InSegments(nn.Module):
         return output
 
 
+class Reordered(nn.Module):
+    """Looked at, it calls its blocks in turn; when it trains, in the order given, be it one of them twice."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(5))
+        self.order = [int(index) for index in order.split("-")]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in range(len(self.blocks)) if x.is_meta else self.order:
+            x = self.blocks[index](x)
+        return x
+
+
+def reordered(order: str, num_out: int = 0) -> Workload:
+    """`num_out` blocks are none that the workload names: the first ones."""
+    return _workload(lambda: Reordered(order), lambda model: list(model.blocks)[num_out:])
+
+
 def pairs() -> Workload:
     return _workload(lambda: InSegments(2, reentrant=False), lambda model: list(model.blocks))
 
 
 def triples() -> Workload:
     return _workload(lambda: InSegments(3, reentrant=False), lambda model: list(model.blocks))
+
+
+def reentrant_pairs() -> Workload:
+    return _workload(lambda: InSegments(2, reentrant=True), lambda model: list(model.blocks))
 
 
 def reentrant() -> Workload:

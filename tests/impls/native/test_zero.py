@@ -56,12 +56,40 @@ def test_stage_3_trains_blocks_that_backward_calls_again_and_whole_numbers(
     assert parity.ok, parity.explanation
 
 
-def test_stage_3_refuses_more_blocks_in_one_checkpoint_than_it_holds(worlds: Worlds) -> None:
-    text = f"{HERE / 'called_in_backward.py'}:triples"
+@pytest.mark.parametrize("name", ["triples", "reentrant_pairs"])
+def test_stage_3_refuses_more_blocks_in_one_checkpoint_than_it_holds(worlds: Worlds, name: str) -> None:
+    """Fewer are `pairs` and `reentrant` above."""
+    text = f"{HERE / 'called_in_backward.py'}:{name}"
     with pytest.raises(LaunchFailed, match=r"called again .* in backward: .* checkpoint fewer at once, or keep them"):
         worlds.trajectory(parity_case(text, "native.zero", 2, options={"stage": 3}, precision="fp64"))
     kept = {"stage": 3, "reshard_after_forward": False}
     parity = worlds.parity(parity_case(text, "native.zero", 2, options=kept, precision="fp64"))
+    assert parity.ok, parity.explanation
+
+
+@pytest.mark.parametrize(
+    ("order", "num_out", "reshards", "reason"),
+    [
+        ("1-0-2-3-4", 1, True, r"blocks\.0 is called after blocks\.1, and was called before that when"),
+        (
+            "1-0-2-3-4",
+            1,
+            False,
+            r"backward comes to blocks\.1 after blocks\.0, and forward called",
+        ),
+        ("0-1-2-3-4-0", 1, True, r"blocks\.0 is called a second time, and was called once when"),
+    ],
+)
+def test_stage_3_refuses_blocks_in_another_order_than_they_were_seen_in(
+    worlds: Worlds, order: str, num_out: int, reshards: bool, reason: str
+) -> None:
+    """And trains as it recommends."""
+    options = {"stage": 3, "reshard_after_forward": reshards}
+    text = f"{HERE / 'called_in_backward.py'}:reordered:order={order}"
+    with pytest.raises(LaunchFailed, match=rf"{reason} .* leave others out of the workload's blocks"):
+        worlds.trajectory(parity_case(text, "native.zero", 2, options=options, precision="fp64"))
+    followed = f"{text},num_out={num_out}"
+    parity = worlds.parity(parity_case(followed, "native.zero", 2, options=options, precision="fp64"))
     assert parity.ok, parity.explanation
 
 
@@ -133,6 +161,14 @@ def test_stage_3_notices_that_backward_has_come_to_a_block(worlds: Worlds, name:
     text = f"{HERE / 'odd_blocks.py'}:{name}"
     options = {"stage": 3, "transport": transport}
     parity = worlds.parity(parity_case(text, "native.zero", 2, options=options, precision="fp64"))
+    assert parity.ok, parity.explanation
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_slots_have_no_memory_before_they_are_needed(worlds: Worlds, stage: int) -> None:
+    parity = worlds.parity(
+        parity_case(STACK, f"{SCENES}:HoldsNothingInAdvance", 2, options={"stage": stage}, precision="fp64")
+    )
     assert parity.ok, parity.explanation
 
 

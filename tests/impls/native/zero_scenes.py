@@ -56,6 +56,15 @@ class BlocksComeAndGo(NativeShardedOptimizer):
         return output
 
 
+class HoldsNothingInAdvance(NativeShardedOptimizer):
+    """Over the process group: no slot has memory before anybody needs it."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        held = [tensor.untyped_storage().nbytes() for tensor in self.memory.tensors()["communication_buffers"]]
+        assert held and not any(held), f"slots hold {held} bytes before the first step"
+
+
 class KeepsNoGraph(NativeShardedOptimizer):
     """Stage 3: what the loss does not reach of a forward is gone when the step is over."""
 

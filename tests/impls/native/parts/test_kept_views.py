@@ -1,5 +1,7 @@
 """Views of parameters that a module keeps, found before its parameters move."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
@@ -38,3 +40,34 @@ def test_parameters_that_overlap_are_refused() -> None:
     model.row = nn.Parameter(model.weight.detach()[1])
     with pytest.raises(ValueError, match="parameters that share no memory, got weight and row, which do"):
         KeptViews(model, "ours")
+
+
+class Halves(nn.Module):
+    """Two parameters whose elements lie between each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        both = torch.randn(4, 6)
+        self.left, self.right = (nn.Parameter(half) for half in both.chunk(2, dim=1))
+        self.corner = both[2:, 4:]
+
+
+def test_parameters_that_lie_between_each_other_share_nothing_and_owners_are_told_apart() -> None:
+    with pytest.raises(RuntimeError, match=r"ours: corner was made of parameter right when"):
+        KeptViews(Halves(), "ours").check()
+    model = Halves()
+    model.last = nn.Parameter(model.left.detach()[3, 1:].expand(2, 2))
+    with pytest.raises(ValueError, match="parameters that share no memory, got left and last, which do"):
+        KeptViews(model, "ours")
+
+
+def test_attributes_that_hold_themselves_are_looked_through() -> None:
+    @dataclass
+    class Held:
+        view: torch.Tensor
+
+    model = nn.Linear(3, 3)
+    model.kept = {"none": None}
+    model.kept["self"] = [model.kept, Held(model.weight.detach().t())]
+    with pytest.raises(RuntimeError, match=r"ours: kept\['self'\]\[1\]\.view was made of parameter weight when"):
+        KeptViews(model, "ours").check()
