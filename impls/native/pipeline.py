@@ -92,8 +92,13 @@ class NativePipeline(NativeDataParallel):
     ) -> PredictedPipeline | None:
         """The played schedule's, which is the closed form's where there are as many micro-batches as ranks."""
         schedule = _schedule(workload, layout, options)
-        bubble_ratio = play(schedule.table(), schedule.num_stages).bubble(0)  # as any rank's: all are busy as long
-        return PredictedPipeline(bubble_ratio=bubble_ratio, in_flight=schedule.in_flight())
+        timeline = play(schedule.table(), schedule.num_stages)
+        return PredictedPipeline(
+            schedule=schedule.name,
+            bubble_ratio=timeline.bubble(0),  # as any rank's: all are busy as long
+            in_flight=schedule.in_flight(),
+            timeline=timeline.draw(),
+        )
 
     def __init__(
         self,
