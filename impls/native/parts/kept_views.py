@@ -27,7 +27,7 @@ class KeptViews:
                     f"{whose}: expected parameters that share no memory, got {one} and {other}, which do; make them one"
                 )
         self._suspects: dict[str, tuple[Tensor, str]] = {}  # where it is kept: the view and its parameter
-        for place, tensor in _kept_tensors(module):
+        for place, tensor in kept_tensors(module):
             kept = _extent(tensor)
             behind = bisect_left(extents, kept.end, key=lambda found: found[0].begin)
             if behind and _overlap(kept, extents[behind - 1][0]):
@@ -35,7 +35,7 @@ class KeptViews:
 
     def check(self) -> None:
         """After a forward, which may have put others in their place. RuntimeError if one is kept still."""
-        still = dict(_kept_tensors(self._module)) if self._suspects else {}
+        still = dict(kept_tensors(self._module)) if self._suspects else {}
         for place, (view, parameter) in self._suspects.items():
             if still.get(place) is view:
                 raise RuntimeError(
@@ -45,7 +45,7 @@ class KeptViews:
         self._suspects = {}
 
 
-def _kept_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def kept_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Buffers and plain attributes that are tensors or hold some, and where they are kept."""
     parameters = {id(parameter) for parameter in module.parameters()}
     for path, part in module.named_modules():
