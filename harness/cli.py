@@ -1,4 +1,4 @@
-"""The command line: `meshmark run | list | try | report | compare | upload`.
+"""The command line: `meshmark run | list | try | inspect | report | compare | upload`.
 
 Nothing heavy is imported until a command needs it: ranks import this file again, and help should be instant.
 """
@@ -199,6 +199,53 @@ def list_all(
         console.print(catalogue.refusals_table())
     if what in ("all", "workloads"):
         console.print(catalogue.workloads_table())
+
+
+@app.command()
+def inspect(
+    workload: Annotated[
+        str,
+        typer.Argument(
+            metavar="WORKLOAD",
+            help="From `meshmark list workloads`, with options, or file.py:builder.",
+            show_default=False,
+        ),
+    ],
+    *,
+    pipeline: Annotated[int | None, _count("Cut the blocks for so many ranks.")] = None,
+    schedule: Annotated[
+        str | None, typer.Option(metavar="S", help="A pipeline schedule, such as 1f1b; its timeline is drawn.")
+    ] = None,
+    chunks: Annotated[int | None, _count("Stages on each rank, where the schedule takes several.")] = None,
+    micro_batches: Annotated[int | None, _count("Micro-batches a step; by default the workload's.")] = None,
+    partition: Annotated[
+        Literal["uniform", "parameters", "flops", "time", "memory"],
+        typer.Option(help="What stages are to have alike; time measures the blocks here."),
+    ] = "flops",
+    precision: Annotated[str, typer.Option(help="fp32, fp64, bf16 or bf16_fp32_gradients.")] = "fp32",
+) -> None:
+    """Show what each block of a workload costs, and where a pipeline would cut it; nothing is trained.
+
+    [bold]meshmark inspect gpt:size=175b[/]                     its blocks, without the memory for them
+
+    [bold]meshmark inspect gpt --pipeline 2[/]                  the cut, and how even it is
+
+    [bold]meshmark inspect gpt --pipeline 2 --schedule 1f1b[/]  the schedule, too
+    """
+    from harness import inspection, suite_run
+
+    with _bad_input():
+        options = {"schedule": schedule, "chunks": chunks}
+        given = {name: value for name, value in options.items() if value is not None}
+        if given and pipeline is None:
+            raise ValueError(f"--{next(iter(given))} needs --pipeline N")
+        request = None
+        if pipeline is not None:
+            request = inspection.PipelineRequest(
+                num_ranks=pipeline, partition=partition, options=given, draws=schedule is not None
+            )
+        parts = inspection.inspect(workload, precision=precision, num_micro_batches=micro_batches, pipeline=request)
+    inspection.show(suite_run.console_here(), parts)
 
 
 @app.command()

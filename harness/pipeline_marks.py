@@ -39,10 +39,13 @@ class Action(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class PredictedPipeline:
     """Of a schedule whose stages take equally long, a backward twice a forward, and messages no time: the part of each
-    rank's time in which it waits, and the most micro-batches of which each stage holds activations at a time."""
+    rank's time in which it waits, and the most micro-batches of which each stage holds activations at a time. Stage s
+    lies on rank s modulo the number of ranks; `timeline` is a drawing, a line a rank."""
 
+    schedule: str
     bubble_ratio: float
     in_flight: tuple[int, ...]
+    timeline: str
 
 
 class ActionObserver(Protocol):

@@ -44,33 +44,35 @@ def stage_costs(
 ) -> Mapping[Partition, StageCost]:
     """The cost of each kind of partition. `in_flight` is, of each stage, how many micro-batches' activations it holds
     at a time, which its schedule says; `seconds` are those of each block, without which time is left out."""
-    memory = stage_bytes(workload, blocks)
+    states, activations = state_bytes(workload, blocks), activation_bytes(blocks)
     costs: dict[Partition, StageCost] = {
         "uniform": additive([1.0] * len(blocks)),
         "parameters": _distinct(blocks, lambda parameter: parameter.num_elements),
         "flops": additive([block.flops for block in blocks]),
-        "memory": lambda stage, begin, end: memory(begin, end, in_flight[stage]),
+        "memory": lambda stage, *ends: states(stage, *ends) + in_flight[stage] * activations(stage, *ends),
     }
     return costs if seconds is None else {**costs, "time": additive(seconds)}
 
 
-def stage_bytes(workload: Workload, blocks: Sequence[BlockCosts]) -> Callable[[int, int, int], int]:
-    """(begin, end, in flight): the bytes that a stage of these blocks holds: parameters, gradients, optimizer states,
-    and of each micro-batch in flight what it has received and what waits for backward."""
+def state_bytes(workload: Workload, blocks: Sequence[BlockCosts]) -> StageCost:
+    """Of a stage its parameters, gradients and optimizer states."""
 
-    def states_of(parameter: LogicalParameter) -> int:
+    def of(parameter: LogicalParameter) -> int:
         states = replicated_state_bytes([parameter], workload.precision, workload.training.num_moments)
         return sum(states.values())
 
-    states = _distinct(blocks, states_of)
+    return _distinct(blocks, of)
+
+
+def activation_bytes(blocks: Sequence[BlockCosts]) -> StageCost:
+    """Of a stage what it holds of each micro-batch in flight: what it has received, and what waits for backward."""
     kept = additive([block.kept_bytes for block in blocks])
 
-    def num_bytes(begin: int, end: int, in_flight: int) -> int:
+    def of(stage: int, begin: int, end: int) -> float:
         received = blocks[begin - 1].border_bytes if begin else 0
-        activations = received + kept(0, begin, end) + blocks[end - 1].unkept_border_bytes
-        return round(states(0, begin, end) + in_flight * activations)
+        return received + kept(stage, begin, end) + blocks[end - 1].unkept_border_bytes
 
-    return num_bytes
+    return of
 
 
 def _distinct(blocks: Sequence[BlockCosts], amount: Callable[[LogicalParameter], int]) -> StageCost:

@@ -226,6 +226,10 @@ class Workload:
         if not self.fixed_dtypes:
             model.to(self.precision.compute)
         _close_gaps(model)
+        return self.ready_to_train(model)
+
+    def ready_to_train(self, model: nn.Module) -> nn.Module:
+        """`model`, with what the recipe and the comparison ask of its blocks."""
         self.checkpoint_activations(model)
         if self.uses_random_numbers and self.chain is not None:
             random_regions.give_states(self.chain(model))

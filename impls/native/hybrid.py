@@ -27,7 +27,7 @@ from impls.native.parts import hybrid_costs
 from impls.native.parts.rank_model import RankModel
 from impls.native.parts.schedules import make
 from impls.native.parts.shared_memory import Transport
-from impls.native.pipeline import NativePipeline, pipeline_stages
+from impls.native.pipeline import NativePipeline, agreed_stages, pipeline_stages
 from impls.native.tensor import NativeTensorParallel, tensor_slice
 from impls.native.zero import NativeShardedOptimizer
 
@@ -125,7 +125,8 @@ class NativeHybrid(Implementation):
                     num_micro_batches=workload.training.num_micro_batches,
                     num_chunks=chunks,
                 )
-                model = pipeline_stages(model, mesh, "native.hybrid", schedule=order, partition=partition)
+                stages = agreed_stages(workload, mesh, device, schedule=order, partition=partition)
+                model = pipeline_stages(model, mesh, "native.hybrid", schedule=order, stages=stages)
             return model
 
         options: dict[str, Any] = {"transport": transport, "direct_gradients": direct_gradients}

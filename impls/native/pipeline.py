@@ -20,9 +20,10 @@ from harness.pipeline_marks import PredictedPipeline
 from harness.stage_costs import Partition, stages_of
 from harness.workload import Workload
 from impls.native.ddp import NativeDataParallel
+from impls.native.parts.partial_model import build_partly
 from impls.native.parts.pipeline_costs import RankCosts, rank_costs
 from impls.native.parts.pipeline_messages import Messages, NoMessages
-from impls.native.parts.pipeline_model import PipelineStages
+from impls.native.parts.pipeline_model import PipelineStages, holders_of
 from impls.native.parts.pipeline_timeline import play
 from impls.native.parts.rank_model import RankModel
 from impls.native.parts.schedules import Schedule, make
@@ -94,8 +95,13 @@ class NativePipeline(NativeDataParallel):
     ) -> PredictedPipeline | None:
         """The played schedule's, which is the closed form's where there are as many micro-batches as ranks."""
         schedule = _schedule(workload, layout, options)
-        bubble_ratio = play(schedule.table(), schedule.num_stages).bubble(0)  # as any rank's: all are busy as long
-        return PredictedPipeline(bubble_ratio=bubble_ratio, in_flight=schedule.in_flight())
+        timeline = play(schedule.table(), schedule.num_stages)
+        return PredictedPipeline(
+            schedule=schedule.name,
+            bubble_ratio=timeline.bubble(0),  # as any rank's: all are busy as long
+            in_flight=schedule.in_flight(),
+            timeline=timeline.draw(),
+        )
 
     def __init__(
         self,
@@ -116,10 +122,19 @@ class NativePipeline(NativeDataParallel):
         super().__init__(workload, layout, mesh, device, direct_gradients=direct_gradients)
 
     def _make_model(self, workload: Workload, layout: Layout, mesh: Mesh, device: torch.device) -> RankModel:
-        whole = RankModel(workload, device, self.whose)
-        return pipeline_stages(
-            whole, mesh, self.whose, schedule=self._schedule, partition=self._partition, messages=self._messages
-        )
+        stages = agreed_stages(workload, mesh, device, schedule=self._schedule, partition=self._partition)
+        module = build_partly(workload, _names_here(workload, stages, mesh), device)
+        whole = RankModel(workload, device, self.whose, module=module)
+        return pipeline_stages(whole, mesh, self.whose, schedule=self._schedule, stages=stages, messages=self._messages)
+
+
+def agreed_stages(
+    workload: Workload, mesh: Mesh, device: torch.device, *, schedule: Schedule, partition: Partition
+) -> tuple[range, ...]:
+    """The blocks of each stage: one cut for all ranks, though other slices and replicas of the model would measure
+    other times. Collective."""
+    seconds = measured_by_first(workload, device, mesh.group("world")) if partition == "time" else None
+    return stages_of(workload, schedule.num_stages, partition, schedule.in_flight(), seconds)
 
 
 def pipeline_stages(
@@ -128,18 +143,16 @@ def pipeline_stages(
     whose: str,
     *,
     schedule: Schedule,
-    partition: Partition,
+    stages: Sequence[range],
     messages: type[Messages] = Messages,
 ) -> PipelineStages:
-    """This rank's stages of `whole`, by its place along the pipeline axis. Collective."""
-    workload, group = whole.workload, mesh.group("pipeline")
-    # One cut for all: what other slices and replicas of the model measure would differ.
-    seconds = measured_by_first(workload, whole.device, mesh.group("world")) if partition == "time" else None
+    """This rank's stages of `whole`, by its place along the pipeline axis; `whole` needs no values of other stages'
+    parameters. Collective."""
     return PipelineStages(
         whole,
-        group,
+        mesh.group("pipeline"),
         whose,
-        stages=stages_of(workload, schedule.num_stages, partition, schedule.in_flight(), seconds),
+        stages=stages,
         schedule=schedule,
         make_ties=partial(mesh.part, "pipeline"),
         messages=messages,
@@ -152,6 +165,13 @@ def measured_by_first(workload: Workload, device: torch.device, group: dist.Proc
     dist.broadcast_object_list(measured, group_src=0, group=group)
     found: Sequence[float] = measured[0]
     return found
+
+
+def _names_here(workload: Workload, stages: Sequence[range], mesh: Mesh) -> set[str]:
+    """The parameters that this rank's stages use."""
+    chain = chain_of(workload)
+    holders = holders_of(chain.model, chain.blocks, stages, mesh.layout.pipeline)
+    return {name for name, ranks in holders.items() if mesh.coordinates.pipeline in ranks}
 
 
 def _schedule(workload: Workload, layout: Layout, options: Mapping[str, Any]) -> Schedule:

@@ -67,6 +67,15 @@ def results(directory: Path, *statuses: str) -> Path:
         (["try", "native.ddp", "--option", "reducton=ring"], "option reducton: native.ddp takes"),
         (["try", "native.ddp", "--option", "reduction=rign"], "option reduction: native.ddp expects one of"),
         (["try", "native.ddp", "-o", "bucket_bytes=-1"], "native.ddp: bucket_bytes must be at least 1, got -1"),
+        (["inspect", "gtp"], "workload 'gtp': expected one of"),
+        (["inspect", "gpt", "--pipeline", "5"], "5 stages need as many blocks, got the 4 of gpt"),
+        (["inspect", "gpt", "--pipeline", "0"], "layout: pipeline must be a positive integer, got 0"),
+        (["inspect", "gpt", "--pipeline", "2", "--schedule", "dfs"], "schedule must be one of gpipe, 1f1b, "),
+        (["inspect", "gpt", "--pipeline", "2", "--chunks", "2"], "1f1b: takes one stage a rank, got num_chunks 2"),
+        (["inspect", "gpt", "--schedule", "1f1b"], "--schedule needs --pipeline N"),
+        (["inspect", "gpt", "--micro-batches", "9"], "num_micro_batches must be at most global_batch_size, got 9"),
+        (["inspect", "gpt", "--partition", "luck"], "'luck' is not one of 'uniform', 'parameters', 'flops'"),
+        (["inspect", "gpt", "--precision", "fp8"], "precision must be one of fp64, fp32, bf16"),
         (["run", "smoke", "--device", "tpu"], "Invalid value for '--device': 'tpu' is not one of 'cpu', 'cuda'"),
     ],
 )
@@ -195,10 +204,18 @@ def test_list_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
         assert expected in output
 
 
+def test_inspect_shows_blocks_and_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", "gpt:size=tiny", "--pipeline", "2", "--schedule", "gpipe", "--micro-batches", "2"]) == 0
+    output = capsys.readouterr().out
+    assert "block0-1" in output
+    assert "2 stages by flops; gpipe, micro-batches: 2, bubble 33.3 %" in output
+    assert "rank 0  0F0 0F1" in output
+
+
 def test_help_teaches_and_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 0
     output = capsys.readouterr().out
-    for expected in ("run", "try", "list", "report", "compare", "upload", "Exit code"):
+    for expected in ("run", "try", "list", "inspect", "report", "compare", "upload", "Exit code"):
         assert expected in output
 
 

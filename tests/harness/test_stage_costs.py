@@ -11,7 +11,7 @@ import pytest
 from harness import models
 from harness.block_costs import BlockCosts, analyse
 from harness.partition import cut
-from harness.stage_costs import Partition, stage_bytes, stage_costs, stages_of
+from harness.stage_costs import Partition, activation_bytes, stage_costs, stages_of, state_bytes
 from harness.workload import Workload
 
 IN_FLIGHT = (3, 2, 1)
@@ -73,9 +73,9 @@ def test_stages_that_hold_more_micro_batches_get_fewer_blocks() -> None:
 
 def test_memory_of_a_stage_by_hand(decoder: Workload, blocks: tuple[BlockCosts, ...]) -> None:
     """The embedding and the head together: the tied vocabulary's states once."""
-    whole = stage_bytes(decoder, blocks)(0, len(blocks), 1)
     num_parameters = sum({p.name: p.num_elements for block in blocks for p in block.parameters}.values())
-    assert whole == 16 * num_parameters + sum(block.kept_bytes for block in blocks)
+    assert state_bytes(decoder, blocks)(0, 0, len(blocks)) == 16 * num_parameters
+    assert activation_bytes(blocks)(0, 0, len(blocks)) == sum(block.kept_bytes for block in blocks)
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -30,7 +30,7 @@ class KeptViews:
                     )
             near.append((extent, other))
         self._suspects: dict[str, tuple[Tensor, str]] = {}  # where it is kept: the view and its parameter
-        for place, tensor in _kept_tensors(module):
+        for place, tensor in kept_tensors(module):
             kept = _extent(tensor)
             for extent, name in placed:
                 if _overlap(kept, extent) and _share_elements(tensor, parameters[name]):
@@ -39,7 +39,7 @@ class KeptViews:
 
     def check(self) -> None:
         """After a forward, which may have put others in their place. RuntimeError if one is kept still."""
-        still = dict(_kept_tensors(self._module)) if self._suspects else {}
+        still = dict(kept_tensors(self._module)) if self._suspects else {}
         for place, (view, parameter) in self._suspects.items():
             if still.get(place) is view:
                 raise RuntimeError(
@@ -49,7 +49,7 @@ class KeptViews:
         self._suspects = {}
 
 
-def _kept_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def kept_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Buffers and plain attributes that are tensors or hold some, and where they are kept."""
     parameters = {id(parameter) for parameter in module.parameters()}
     for path, part in module.named_modules():
