@@ -90,7 +90,10 @@ class NativePipeline(NativeDataParallel):
     def predicted_pipeline(
         cls, workload: Workload, layout: Layout, options: Mapping[str, Any]
     ) -> PredictedPipeline | None:
-        """The played schedule's, which is the closed form's where there are as many micro-batches as ranks."""
+        """As the schedule is played, which is its closed form where there are as many micro-batches as ranks; None
+        where there is no pipeline."""
+        if layout.pipeline == 1:
+            return None
         schedule = _schedule(workload, layout, options)
         bubble_ratio = play(schedule.table(), schedule.num_stages).bubble(0)  # as any rank's: all are busy as long
         return PredictedPipeline(bubble_ratio=bubble_ratio, in_flight=schedule.in_flight())
