@@ -20,6 +20,7 @@ from harness.implementation import Implementation, StepOutput
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.parameters import LogicalParameter, MemoryCategory
+from harness.pipeline_marks import PredictedPipeline
 from harness.stage_costs import Partition
 from harness.workload import Batch, Workload
 from impls.native.ddp import NativeDataParallel
@@ -84,6 +85,12 @@ class NativeHybrid(Implementation):
     ) -> int | None:
         """Not with a pipeline degree."""
         return hybrid_costs.wire_bytes(workload, layout, options)
+
+    @classmethod
+    def predicted_pipeline(
+        cls, workload: Workload, layout: Layout, options: Mapping[str, Any]
+    ) -> PredictedPipeline | None:
+        return NativePipeline.predicted_pipeline(workload, layout, options)
 
     def __init__(
         self,

@@ -93,7 +93,10 @@ class NativePipeline(NativeDataParallel):
     def predicted_pipeline(
         cls, workload: Workload, layout: Layout, options: Mapping[str, Any]
     ) -> PredictedPipeline | None:
-        """The played schedule's, which is the closed form's where there are as many micro-batches as ranks."""
+        """As the schedule is played, which is its closed form where there are as many micro-batches as ranks; None
+        where there is no pipeline."""
+        if layout.pipeline == 1:
+            return None
         schedule = _schedule(workload, layout, options)
         timeline = play(schedule.table(), schedule.num_stages)
         return PredictedPipeline(

@@ -70,7 +70,7 @@ class TiesNotSummed(_Mutant):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.stages.sum_partial = lambda gradients: None  # type: ignore[method-assign]
+        self.stages.sum_partial = lambda kinds, gradients: None  # type: ignore[method-assign]
 
 
 class TiesCountedTwice(_Mutant):
@@ -78,7 +78,7 @@ class TiesCountedTwice(_Mutant):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.stages.counts = lambda kind: True  # type: ignore[method-assign]
+        self.stages.counts = lambda kinds: True  # type: ignore[method-assign]
 
 
 class LastBackwardDropped(_Mutant):
@@ -107,16 +107,17 @@ class WeightsDropped(_Mutant):
 
     def train_step(self, batch: Batch) -> StepOutput:
         take = self._training_task.take_put_off
-        num_taken = 0
+        dropped: list[Callable[[], None]] = []
 
         def take_all_but_the_first() -> list[Callable[[], None]]:
-            nonlocal num_taken
-            num_taken += 1
             taken = take()
-            return taken if num_taken > 1 else []
+            if dropped:
+                return taken
+            dropped.extend(taken)
+            return []
 
         self._training_task.take_put_off = take_all_but_the_first  # type: ignore[method-assign]
         output = super().train_step(batch)
         self._training_task.take_put_off = take  # type: ignore[method-assign]
-        assert num_taken == len(batch.micro_batches)
+        assert dropped
         return output

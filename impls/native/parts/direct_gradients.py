@@ -63,11 +63,10 @@ class TrainingTask:
         self._put_off.append(write)
 
     def take_put_off(self) -> list[Callable[[], None]]:
-        """What has been put off since the last time, for whoever does it, without autograd."""
+        """What has been put off since the last time, for whoever does it."""
         taken, self._put_off = self._put_off, []
         return taken
 
-    @torch.no_grad()
     def catch_up(self) -> None:
         for write in self.take_put_off():
             write()

@@ -16,7 +16,6 @@ from harness.measure.memory import MemoryReport
 from harness.measure.pipeline import PipelineFigures
 from harness.measure.predicted_memory import registry
 from harness.pipeline_marks import PredictedPipeline
-from impls.native.parts.schedules import make
 from tests.impls.test_figures import Instrumented, predicted_bytes, work_of
 
 CHAINS = Path(__file__).with_name("chains.py")
@@ -91,6 +90,14 @@ def test_states_are_those_of_the_largest_ranks_stages(instrumented: Instrumented
     assert 0 < excess <= 4 * 2 * 2
 
 
+def test_each_pipeline_of_a_product_of_degrees_is_measured(instrumented: Instrumented) -> None:
+    case = Case(workload=GPT, implementation="native.hybrid", layout=Layout(data=2, pipeline=2))
+    figures, predicted = measured(instrumented, case)
+    assert figures.in_flight == predicted.in_flight == (2, 1)
+    assert [len(figures.bubble_ratios), len(figures.replayed_bubble_ratios)] == [4, 4]
+    assert all(0 < ratio < 1 for ratio in (*figures.bubble_ratios, *figures.replayed_bubble_ratios))
+
+
 def measured(instrumented: Instrumented, case: Case) -> tuple[PipelineFigures, PredictedPipeline]:
     launch = instrumented.adopt(case)
     launch.command("build")
@@ -101,23 +108,26 @@ def measured(instrumented: Instrumented, case: Case) -> tuple[PipelineFigures, P
     return figures, predicted
 
 
+IN_FLIGHT = {"gpipe": (8, 8, 8, 8), "1f1b": (4, 3, 2, 1), "zero_bubble": (4, 4, 4, 4)}
+BUBBLES = {"gpipe": 3 / 11, "1f1b": 3 / 11, "interleaved_1f1b": 3 / 19, "zero_bubble": 3 / 27}
+
+
 def test_schedules_wait_in_theorys_order_and_hold_what_theory_allows(instrumented: Instrumented) -> None:
-    """Stages alike on four ranks, eight micro-batches. By the schedule's own clock: the ranks share processors here."""
-    replayed, theory = {}, {}
-    for options in SCHEDULES:
-        name = options.get("schedule", "1f1b")
-        figures, predicted = measured(instrumented, make_case(4, f"{CHAINS}:even", partition="uniform", **options))
-        replayed[name] = figures.metrics()["pipeline.replayed_bubble_ratio"]
-        theory[name] = predicted.bubble_ratio
-        assert predicted.bubble_ratio == pytest.approx(
-            make(name, num_ranks=4, num_micro_batches=8, num_chunks=options.get("chunks", 1)).bubble()
-        )
-        assert figures.in_flight == predicted.in_flight
-        if name == "gpipe":
-            assert figures.in_flight == (8, 8, 8, 8)
-        elif name == "1f1b":
-            assert figures.in_flight == (4, 3, 2, 1)
-        elif name == "zero_bubble":
-            assert max(figures.in_flight) == 4
-    assert replayed == pytest.approx(theory, abs=0.05)
-    assert min(replayed["gpipe"], replayed["1f1b"]) > replayed["interleaved_1f1b"] > replayed["zero_bubble"]
+    """Stages alike on four ranks, eight micro-batches. By the schedule's own clock: the ranks share processors here.
+    Whoever else computes on the machine slows one rank more than another, which only adds to a bubble."""
+    least = dict.fromkeys(BUBBLES, 1.0)
+    for _ in range(3):
+        for options in SCHEDULES:
+            name = options.get("schedule", "1f1b")
+            figures, predicted = measured(instrumented, make_case(4, f"{CHAINS}:even", partition="uniform", **options))
+            assert predicted.bubble_ratio == pytest.approx(BUBBLES[name])
+            assert figures.in_flight == predicted.in_flight == IN_FLIGHT.get(name, predicted.in_flight)
+            least[name] = min(least[name], figures.metrics()["pipeline.replayed_bubble_ratio"])
+        if are_theorys(least):
+            break
+    assert are_theorys(least), least
+
+
+def are_theorys(bubbles: dict[str, float]) -> bool:
+    in_order = min(bubbles["gpipe"], bubbles["1f1b"]) > bubbles["interleaved_1f1b"] > bubbles["zero_bubble"]
+    return in_order and bubbles == pytest.approx(BUBBLES, abs=0.05)
