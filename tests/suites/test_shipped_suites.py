@@ -8,6 +8,11 @@ from harness import implementation, models, suites, validation
 from harness.case import Case
 
 TRANSPORTS = ("process_group", "shared_memory")
+OURS = {
+    "data_parallel": ("native.ddp", "native.floor"),
+    "tensor_parallel": ("native.tensor", "native.tensor transport=none"),
+    "pipeline_parallel": ("native.pipeline schedule=", "native.pipeline transport=none"),
+}
 
 
 @pytest.mark.parametrize("name", suites.names())
@@ -36,17 +41,21 @@ def test_peers_compares_ours_over_both_transports_with_a_peer_and_the_floor_ever
         (models.load(cases[0].workload).training.global_batch_size, cases[0].world_size, cases[0].comparison)
         for cases in groups.values()
     ]
-    strategies = ["data_parallel", "zero_1", "zero_2", "zero_3"]
-    assert sorted(places) == [
-        *((4, size, strategy) for size in (2, 4) for strategy in strategies),
-        *((16, size, "data_parallel") for size in (2, 4)),
-    ]
+    sharded = ["zero_1", "zero_2", "zero_3"]
+    at_small_batch = ["data_parallel", *sharded, "tensor_parallel", "pipeline_parallel"]
+    assert sorted(places) == sorted(
+        (batch_size, world_size, strategy)
+        for world_size in (2, 4)
+        for batch_size, strategies in ((4, at_small_batch), (8, ["pipeline_parallel"]), (16, ["data_parallel"]))
+        for strategy in strategies
+    )
     for cases in groups.values():
         roles = {role: {case.label for case in cases if case.role == role} for role in ("subject", "floor", "peer")}
-        stage = cases[0].comparison.removeprefix("zero_")
-        ours = "native.ddp" if stage == "data_parallel" else f"native.zero stage={stage}"
-        assert roles["subject"] == {ours, f"{ours} transport=shared_memory"}
-        assert "native.floor" in roles["floor"]
+        strategy = cases[0].comparison
+        ours, floor = OURS.get(strategy, (f"native.zero stage={strategy.removeprefix('zero_')}", "native.floor"))
+        variants = ("1f1b", "zero_bubble") if strategy == "pipeline_parallel" else ("", " transport=shared_memory")
+        assert roles["subject"] == {f"{ours}{variant}" for variant in variants}
+        assert floor in roles["floor"]
         for case in cases:
             if case.role != "floor":
                 kind = implementation.load(case.implementation)
