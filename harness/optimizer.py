@@ -41,8 +41,9 @@ def torch_optimizer(training: Training, groups: list[dict[str, object]]) -> Opti
 class RecipeOptimizer:
     """Steps the trainable parameters of `model`, whose gradients are whole and already reduced.
 
-    With masters the optimizer steps fp32 copies and the parameters are rounded from them. `factory` may put another
-    optimizer class in torch's place (a sharded one); it gets the parameter groups.
+    With masters the optimizer steps fp32 copies and the parameters are rounded from them; while it does, gradients have
+    fp32 copies too, all at once, which no predicted peak counts. `factory` may put another optimizer class in torch's
+    place (a sharded one); it gets the parameter groups.
     """
 
     def __init__(self, model: nn.Module, workload: Workload, factory: OptimizerFactory | None = None) -> None:

@@ -82,7 +82,7 @@ class LentInBackward:
 
     def come_to(self, unit: int) -> None:
         """Backward is done with all later units. Of the root unit's gradients, a head's say, that tells nothing."""
-        if unit == 0:
+        if not 0 < unit < self._backward_at:
             return
         self._reach(unit)
         if unit > 1:
