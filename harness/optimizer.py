@@ -6,7 +6,7 @@ default (weight decay coupled or not, clipping at 1.0, a scheduler stepped per m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,8 @@ from harness.workload import Training, Workload
 
 _NORM_BLOCK = 4096  # elements
 OptimizerFactory = Callable[[list[dict[str, object]]], Optimizer]
+NormOfNamed = Callable[[Mapping[str, Tensor]], Tensor]
+"""The global norm, from this rank's gradients by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,14 +74,21 @@ class RecipeOptimizer:
     def uses_masters(self) -> bool:
         return any(master is not parameter for master, parameter in zip(self.masters, self.parameters, strict=True))
 
-    def step(self, *, tracks_norm: bool) -> Update:
-        """One update from the parameters' gradients, which it clips in place."""
+    @property
+    def learning_rate(self) -> float:
+        """That of the next update."""
+        return self._training.learning_rate_at(self._num_updates)
+
+    def step(self, *, tracks_norm: bool, norm_of: NormOfNamed | None = None) -> Update:
+        """One update from the parameters' gradients, which it clips in place; `norm_of` finds the global norm where
+        these are not all there are."""
         grads = [parameter.grad for parameter in self.parameters]
         self._gradients, self._clip_scale = grads, None
-        learning_rate = self._training.learning_rate_at(self._num_updates)
+        learning_rate = self.learning_rate
         norm = None
         if tracks_norm or self._training.checks_norm:
-            norm = global_norm([grad for grad in grads if grad is not None])
+            named = {name: grad for name, grad in zip(self.names, grads, strict=True) if grad is not None}
+            norm = global_norm(list(named.values())) if norm_of is None else norm_of(named)
         skipped = self._training.skip_nonfinite and norm is not None and not bool(torch.isfinite(norm))
         if not skipped and self.optimizer is not None:
             self._update(grads, norm, learning_rate)

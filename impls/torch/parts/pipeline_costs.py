@@ -1,0 +1,61 @@
+"""What torch's pipelining costs a rank: bytes of memory by category and bytes sent in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from harness.parameters import LogicalParameter, MemoryCategory, all_reduce_wire_bytes, replicated_state_bytes
+from harness.workload import Workload
+from impls.torch.parts.pipeline_plan import PipelinePlan
+
+
+def memory_bytes(
+    plan: PipelinePlan, workload: Workload, parameters: Sequence[LogicalParameter]
+) -> dict[MemoryCategory, int]:
+    """Of the rank that needs most: its parameters with their states, and a place for whatever it receives with each
+    micro-batch of a step, kept from step to step."""
+    return max((_memory_bytes(plan, workload, parameters, rank) for rank in range(plan.num_ranks)), key=_total)
+
+
+def wire_bytes(plan: PipelinePlan, workload: Workload, parameters: Sequence[LogicalParameter]) -> int:
+    """Of the rank that sends most: activations forward, their gradients back, the sums of parameters that several ranks
+    hold, and the norm where the recipe needs it."""
+    return max(_wire_bytes(plan, workload, parameters, rank) for rank in range(plan.num_ranks))
+
+
+def _memory_bytes(
+    plan: PipelinePlan, workload: Workload, parameters: Sequence[LogicalParameter], rank: int
+) -> dict[MemoryCategory, int]:
+    names = plan.names_on(rank)
+    held = [parameter for parameter in parameters if parameter.name in names]
+    states = replicated_state_bytes(held, workload.precision, workload.training.num_moments)
+    received = 0
+    for stage in plan.stages_on(rank):
+        if stage > 0:
+            received += plan.activation_bytes(stage - 1)
+        if stage + 1 < plan.num_stages:
+            received += plan.gradient_bytes(stage)
+    return {**states, "communication_buffers": workload.training.num_micro_batches * received}
+
+
+def _wire_bytes(plan: PipelinePlan, workload: Workload, parameters: Sequence[LogicalParameter], rank: int) -> int:
+    sent = 0
+    for stage in plan.stages_on(rank):
+        if stage + 1 < plan.num_stages and plan.rank_of[stage + 1] != rank:
+            sent += plan.activation_bytes(stage)
+        if stage > 0 and plan.rank_of[stage - 1] != rank:
+            sent += plan.gradient_bytes(stage - 1)
+    sent *= workload.training.num_micro_batches
+    for parameter in parameters:
+        holders = plan.held_by.get(parameter.name, [])
+        if parameter.trainable and rank in holders:
+            sent += all_reduce_wire_bytes(parameter.num_bytes, len(holders))
+    if workload.training.checks_norm:
+        sent += (plan.num_ranks - 1) * torch.float64.itemsize
+    return sent
+
+
+def _total(num_bytes: dict[MemoryCategory, int]) -> int:
+    return sum(num_bytes.values())
