@@ -107,6 +107,3 @@ class TorchPipeline(Implementation):
             "optimizer_states": self.optimizer.state_tensors(),
             "communication_buffers": self.model.received(),
         }
-
-    def close(self) -> None:
-        self.model.close()

@@ -15,7 +15,8 @@ def memory_bytes(
     plan: PipelinePlan, workload: Workload, parameters: Sequence[LogicalParameter]
 ) -> dict[MemoryCategory, int]:
     """Of the rank that needs most: its parameters with their states, and a place for whatever it receives with each
-    micro-batch of a step, kept from step to step."""
+    micro-batch of a step, kept from step to step. What a stage hands on to another of the same rank takes the place of
+    the last step's, which is there for a moment more."""
     return max((_memory_bytes(plan, workload, parameters, rank) for rank in range(plan.num_ranks)), key=_total)
 
 
@@ -31,13 +32,15 @@ def _memory_bytes(
     names = plan.names_on(rank)
     held = [parameter for parameter in parameters if parameter.name in names]
     states = replicated_state_bytes(held, workload.precision, workload.training.num_moments)
-    received = 0
+    received, handed_over = 0, 0
     for stage in plan.stages_on(rank):
         if stage > 0:
             received += plan.activation_bytes(stage - 1)
         if stage + 1 < plan.num_stages:
             received += plan.gradient_bytes(stage)
-    return {**states, "communication_buffers": workload.training.num_micro_batches * received}
+            if plan.rank_of[stage + 1] == rank:
+                handed_over = max(handed_over, plan.activation_bytes(stage))
+    return {**states, "communication_buffers": workload.training.num_micro_batches * received + handed_over}
 
 
 def _wire_bytes(plan: PipelinePlan, workload: Workload, parameters: Sequence[LogicalParameter], rank: int) -> int:

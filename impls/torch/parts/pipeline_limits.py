@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from harness import chain
-from harness.workload import Workload
+from harness.chain import as_tensors
+from harness.workload import Workload, in_compute_precision
 from impls.torch.parts import pipeline_schedules
 from impls.torch.parts.pipeline_plan import PipelinePlan, plan
+from impls.torch.parts.pipeline_stage import StageModule, examples
 
 
 def why_not(workload: Workload, num_ranks: int, options: Mapping[str, Any]) -> str | None:
@@ -24,7 +28,7 @@ def why_not(workload: Workload, num_ranks: int, options: Mapping[str, Any]) -> s
         pipeline_schedules.why_not(schedule, num_ranks, num_micro_batches, chunks)
         or chain.why_not(workload, num_ranks * chunks)
         or _changing_shapes(workload)
-        or (_lost_gradients(plan(workload, num_ranks, options)) if schedule == "zero_bubble" else None)
+        or (_split_backward(plan(workload, num_ranks, options), workload) if schedule == "zero_bubble" else None)
     )
 
 
@@ -36,9 +40,28 @@ def _changing_shapes(workload: Workload) -> str | None:
     return None
 
 
-def _lost_gradients(planned: PipelinePlan) -> str | None:
-    """Torch finds the weights of a later stage on the way to what it has received."""
-    for stage, border in enumerate(planned.inputs):
-        if stage and not any(shape.carries_gradient for shape in border):
+def _split_backward(planned: PipelinePlan, workload: Workload) -> str | None:
+    """Of a later stage torch finds the weights on the way to what the stage has received; sends the inputs' gradients
+    as they come; and adds up the weights' in the first one's memory, whoever else has a hand in that. The first stage
+    goes backward whole. Stages without values tell."""
+    assert workload.chain is not None
+    blocks = list(workload.chain(in_compute_precision(workload, workload.model_without_memory())))
+    for stage in range(1, planned.num_stages):
+        module = StageModule([blocks[index] for index in planned.stages[stage]])
+        inputs = examples(planned.inputs[stage])
+        received = [tensor for tensor in inputs if tensor.requires_grad]
+        if not received:
             return f"torch's zero-bubble finds no weights in stage {stage}, which receives nothing with a gradient"
+        outputs = [tensor for tensor in as_tensors(module(*inputs)) if tensor.requires_grad]
+        weights = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        given = [torch.empty_like(tensor) for tensor in outputs]
+        found = torch.autograd.grad(outputs, [*received, *weights.values()], given, allow_unused=True)
+        if not all(gradient is None or gradient.is_contiguous() for gradient in found[: len(received)]):
+            return f"torch's zero-bubble sends gradients as they come, and that of stage {stage} is not contiguous"
+        taken = {tensor.untyped_storage()._cdata for tensor in (*given, *found[: len(received)]) if tensor is not None}
+        for name, gradient in zip(weights, found[len(received) :], strict=True):
+            if gradient is not None and gradient.untyped_storage()._cdata in taken:
+                return f"torch's zero-bubble adds to memory that the gradient of {name} shares with another"
+            if gradient is not None:
+                taken.add(gradient.untyped_storage()._cdata)
     return None

@@ -47,7 +47,8 @@ class PipelineModel:
             options.get("schedule", "1f1b"), self._stages, workload.training.num_micro_batches, self._objective
         )
         self._is_first, self._is_last = 0 in own, self._plan.num_stages - 1 in own
-        self._ties = self._make_ties(layout, mesh.rank)
+        sharing = sorted({tuple(ranks) for ranks in self._plan.held_by.values() if len(ranks) > 1})
+        self._ties = {ranks: mesh.part("pipeline", ranks) for ranks in sharing}
         self._losses: list[Tensor] = []
 
     def forward_backward(self, batch: Batch) -> tuple[Tensor | None, int]:
@@ -102,27 +103,11 @@ class PipelineModel:
     def schedule_class(self) -> str:
         return type(self._schedule).__name__
 
-    def close(self) -> None:
-        for ranks, group in self._ties.items():
-            if self._rank in ranks:
-                dist.destroy_process_group(group)
-
     def _objective(self, outputs: Tensor, targets: Tensor, *, num_tokens: int) -> Tensor:
         """A micro-batch's share of the global mean; torch asks in the order of the micro-batches."""
         loss = self._workload.loss(outputs, targets)
         self._losses.append(loss.detach())
         return loss / num_tokens
-
-    def _make_ties(self, layout: Layout, rank: int) -> dict[tuple[int, ...], dist.ProcessGroup]:
-        """A group for each set of this pipeline's ranks that share parameters. Every rank makes all of them."""
-        sharing = sorted({tuple(ranks) for ranks in self._plan.held_by.values() if len(ranks) > 1})
-        ties = {}
-        for pipeline in layout.groups("pipeline"):
-            for places in sharing:
-                group = dist.new_group([pipeline[place] for place in places])
-                if rank in pipeline:
-                    ties[places] = group
-        return ties
 
     def _check_shapes(self, batch: Batch) -> None:
         expected = self._plan.inputs[0][0].shape

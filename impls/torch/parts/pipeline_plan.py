@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.chain import Border, Partition, TensorShape, borders, holders, stages_of
-from harness.workload import Workload
+from harness.workload import Workload, in_compute_precision
 from impls.torch.parts.pipeline_schedules import ScheduleName, ranks_of_stages
 
 
@@ -51,10 +51,10 @@ def plan(workload: Workload, num_ranks: int, options: Mapping[str, Any]) -> Pipe
     partition: Partition = options.get("partition", "parameters")
     rank_of = ranks_of_stages(schedule, num_ranks, options.get("chunks", 1))
     assert workload.chain is not None
-    model = workload.model_without_memory()
+    model = in_compute_precision(workload, workload.model_without_memory())
     stages = stages_of(workload, len(rank_of), partition)
     inputs = workload.batch(0).micro_batches[0].inputs
-    handed_on = borders(workload, inputs)
+    handed_on = borders(workload, model, inputs)
     outputs = tuple(handed_on[blocks.stop - 1] for blocks in stages)
     return PipelinePlan(
         stages=stages,

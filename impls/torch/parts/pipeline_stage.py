@@ -41,8 +41,8 @@ def make_stage(
         stage,
         plan.num_stages,
         device,
-        input_args=_examples(plan.inputs[stage]),
-        output_args=_examples(plan.outputs[stage]),
+        input_args=examples(plan.inputs[stage]),
+        output_args=examples(plan.outputs[stage]),
         group=group,
     )
 
@@ -53,7 +53,8 @@ def received_tensors(stage: PipelineStage) -> list[Tensor]:
     return [info.buffer for infos in of_micro_batches for info in infos if info.buffer is not None]
 
 
-def _examples(border: Border) -> tuple[Tensor, ...]:
+def examples(border: Border) -> tuple[Tensor, ...]:
+    """Tensors without memory that look like those which cross it."""
     return tuple(
         torch.empty(shape.shape, dtype=shape.dtype, device="meta", requires_grad=shape.carries_gradient)
         for shape in border
