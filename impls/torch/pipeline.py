@@ -40,19 +40,19 @@ class TorchPipeline(Implementation):
     ) -> str | None:
         if (layout.data, layout.tensor) != (1, 1):
             return f"pipeline parallelism takes a pipeline degree alone, got {layout}"
-        return pipeline_limits.why_not(workload, layout.pipeline, options)
+        return pipeline_limits.why_not(workload, layout, options)
 
     @classmethod
     def predicted_memory(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> Mapping[MemoryCategory, int] | None:
-        return pipeline_costs.memory_bytes(plan(workload, layout.pipeline, options), workload, parameters)
+        return pipeline_costs.memory_bytes(plan(workload, layout, options), workload, parameters)
 
     @classmethod
     def predicted_wire_bytes(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> int | None:
-        return pipeline_costs.wire_bytes(plan(workload, layout.pipeline, options), workload, parameters)
+        return pipeline_costs.wire_bytes(plan(workload, layout, options), workload, parameters)
 
     def __init__(
         self,

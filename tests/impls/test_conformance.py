@@ -68,6 +68,7 @@ _SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"schedule": "zero_bubble", "chunks": 2},
         {"schedule": "interleaved_1f1b", "chunks": 2},
     ],
+    "torch.hybrid": [{}, {"schedule": "zero_bubble", "chunks": 2}],
     "torch.fsdp": [{}, {"reshard_after_forward": False}],
 }
 _NOT_TRAINING = {"native.floor"}  # exchanges nothing, by design

@@ -20,10 +20,12 @@ def memory_bytes(
     return max((_memory_bytes(plan, workload, parameters, rank) for rank in range(plan.num_ranks)), key=_total)
 
 
-def wire_bytes(plan: PipelinePlan, workload: Workload, parameters: Sequence[LogicalParameter]) -> int:
-    """Of the rank that sends most: activations forward, their gradients back, the sums of parameters that several ranks
-    hold, and the norm where the recipe needs it."""
-    return max(_wire_bytes(plan, workload, parameters, rank) for rank in range(plan.num_ranks))
+def wire_bytes(
+    plan: PipelinePlan, workload: Workload, parameters: Sequence[LogicalParameter], *, data_degree: int = 1
+) -> int:
+    """Of the rank that sends most: activations forward, their gradients back, the sums of parameters' gradients over
+    replicas and of those that several ranks of a pipeline hold, and the norm where the recipe needs it."""
+    return max(_wire_bytes(plan, workload, parameters, data_degree, rank) for rank in range(plan.num_ranks))
 
 
 def _memory_bytes(
@@ -43,8 +45,10 @@ def _memory_bytes(
     return {**states, "communication_buffers": workload.training.num_micro_batches * received + handed_over}
 
 
-def _wire_bytes(plan: PipelinePlan, workload: Workload, parameters: Sequence[LogicalParameter], rank: int) -> int:
-    sent = 0
+def _wire_bytes(
+    plan: PipelinePlan, workload: Workload, parameters: Sequence[LogicalParameter], data_degree: int, rank: int
+) -> int:
+    sent, trained = 0, 0
     for stage in plan.stages_on(rank):
         if stage + 1 < plan.num_stages and plan.rank_of[stage + 1] != rank:
             sent += plan.activation_bytes(stage)
@@ -55,6 +59,8 @@ def _wire_bytes(plan: PipelinePlan, workload: Workload, parameters: Sequence[Log
         holders = plan.held_by.get(parameter.name, [])
         if parameter.trainable and rank in holders:
             sent += all_reduce_wire_bytes(parameter.num_bytes, len(holders))
+            trained += parameter.num_bytes
+    sent += all_reduce_wire_bytes(trained, data_degree)
     if workload.training.checks_norm:
         sent += (plan.num_ranks - 1) * torch.float64.itemsize
     return sent

@@ -9,14 +9,15 @@ import torch
 
 from harness import chain
 from harness.chain import as_tensors
+from harness.layout import Layout
 from harness.workload import Workload, in_compute_precision
 from impls.torch.parts import pipeline_schedules
 from impls.torch.parts.pipeline_plan import PipelinePlan, plan
 from impls.torch.parts.pipeline_stage import StageModule, examples
 
 
-def why_not(workload: Workload, num_ranks: int, options: Mapping[str, Any]) -> str | None:
-    """What stands in the way of `num_ranks` under the options of torch.pipeline, or None."""
+def why_not(workload: Workload, layout: Layout, options: Mapping[str, Any]) -> str | None:
+    """What stands in the way of the pipeline of `layout` under the options of torch.pipeline, or None."""
     precision, num_micro_batches = workload.precision, workload.training.num_micro_batches
     if precision.gradient != precision.compute:
         return (
@@ -25,16 +26,17 @@ def why_not(workload: Workload, num_ranks: int, options: Mapping[str, Any]) -> s
         )
     schedule, chunks = options.get("schedule", "1f1b"), options.get("chunks", 1)
     return (
-        pipeline_schedules.why_not(schedule, num_ranks, num_micro_batches, chunks)
-        or chain.why_not(workload, num_ranks * chunks)
-        or _changing_shapes(workload)
-        or (_split_backward(plan(workload, num_ranks, options), workload) if schedule == "zero_bubble" else None)
+        pipeline_schedules.why_not(schedule, layout.pipeline, num_micro_batches, chunks)
+        or chain.why_not(workload, layout.pipeline * chunks)
+        or _changing_shapes(workload, layout.data)
+        or (_split_backward(plan(workload, layout, options), workload) if schedule == "zero_bubble" else None)
     )
 
 
-def _changing_shapes(workload: Workload) -> str | None:
+def _changing_shapes(workload: Workload, data_degree: int) -> str | None:
     """Stages receive into memory that was made once."""
-    shapes = dict.fromkeys(tuple(micro_batch.inputs.shape) for micro_batch in workload.batch(0).micro_batches)
+    shares = [workload.batch(0, data_rank=rank, data_degree=data_degree) for rank in range(data_degree)]
+    shapes = dict.fromkeys(tuple(micro_batch.inputs.shape) for share in shares for micro_batch in share.micro_batches)
     if len(shapes) > 1:
         return f"torch's stages take micro-batches of one shape, got {' and '.join(map(str, shapes))}"
     return None

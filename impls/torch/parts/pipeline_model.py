@@ -33,7 +33,7 @@ class PipelineModel:
         self._workload, self._device = workload, device
         self._group = mesh.group("pipeline")
         self._rank = self._group.rank()
-        self._plan = plan(workload, layout.pipeline, options)
+        self._plan = plan(workload, layout, options)
         self.module = workload.build_model()
         blocks = list(workload.chain(self.module))
         keep_parameters(self.module, self._plan.names_on(self._rank))
@@ -50,19 +50,21 @@ class PipelineModel:
         sharing = sorted({tuple(ranks) for ranks in self._plan.held_by.values() if len(ranks) > 1})
         self._ties = {ranks: mesh.part("pipeline", ranks) for ranks in sharing}
         self._losses: list[Tensor] = []
+        self._num_tokens: list[int] = []
 
     def forward_backward(self, batch: Batch) -> tuple[Tensor | None, int]:
         """All micro-batches; the sum of their losses, None where the loss does not live, and the number of targets.
         ValueError where they are not shaped as the stages were told."""
         self._check_shapes(batch)
         self._losses.clear()
+        self._num_tokens = [micro_batch.num_tokens for micro_batch in batch.micro_batches]
         inputs = [torch.cat([micro_batch.inputs for micro_batch in batch.micro_batches])] if self._is_first else []
         targets = torch.cat([micro_batch.targets for micro_batch in batch.micro_batches]) if self._is_last else None
         self._schedule.step(
             *inputs, target=targets, return_outputs=False, loss_kwargs={"num_tokens": batch.global_num_tokens}
         )
         loss_sum = torch.stack(self._losses).double().sum() if self._is_last else None
-        return loss_sum, sum(micro_batch.num_tokens for micro_batch in batch.micro_batches)
+        return loss_sum, sum(self._num_tokens)
 
     def sum_shared(self) -> None:
         """The gradients of parameters that several ranks hold, between them."""
@@ -106,6 +108,8 @@ class PipelineModel:
     def _objective(self, outputs: Tensor, targets: Tensor, *, num_tokens: int) -> Tensor:
         """A micro-batch's share of the global mean; torch asks in the order of the micro-batches."""
         loss = self._workload.loss(outputs, targets)
+        if not self._num_tokens[len(self._losses)]:
+            loss = loss * 0.0
         self._losses.append(loss.detach())
         return loss / num_tokens
 
@@ -114,6 +118,6 @@ class PipelineModel:
         for micro_batch in batch.micro_batches:
             if tuple(micro_batch.inputs.shape) != expected:
                 raise ValueError(
-                    f"torch.pipeline: the stages expect micro-batches of {expected}, step {batch.step} has one of "
+                    f"torch's stages expect micro-batches of {expected}, step {batch.step} has one of "
                     f"{tuple(micro_batch.inputs.shape)}"
                 )

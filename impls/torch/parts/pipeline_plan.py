@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.chain import Border, Partition, TensorShape, borders, holders, stages_of
+from harness.layout import Layout
 from harness.workload import Workload, in_compute_precision
 from impls.torch.parts.pipeline_schedules import ScheduleName, ranks_of_stages
 
@@ -45,15 +46,15 @@ class PipelinePlan:
         return {name for name, ranks in self.held_by.items() if rank in ranks}
 
 
-def plan(workload: Workload, num_ranks: int, options: Mapping[str, Any]) -> PipelinePlan:
+def plan(workload: Workload, layout: Layout, options: Mapping[str, Any]) -> PipelinePlan:
     """As the options of torch.pipeline have it."""
     schedule: ScheduleName = options.get("schedule", "1f1b")
     partition: Partition = options.get("partition", "parameters")
-    rank_of = ranks_of_stages(schedule, num_ranks, options.get("chunks", 1))
+    rank_of = ranks_of_stages(schedule, layout.pipeline, options.get("chunks", 1))
     assert workload.chain is not None
     model = in_compute_precision(workload, workload.model_without_memory())
     stages = stages_of(workload, len(rank_of), partition)
-    inputs = workload.batch(0).micro_batches[0].inputs
+    inputs = workload.batch(0, data_degree=layout.data).micro_batches[0].inputs
     handed_on = borders(workload, model, inputs)
     outputs = tuple(handed_on[blocks.stop - 1] for blocks in stages)
     return PipelinePlan(
