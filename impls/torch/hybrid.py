@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.chain import Partition
 from harness.implementation import Implementation, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
@@ -22,7 +21,7 @@ from harness.workload import Batch, Workload
 from impls.torch.parts import pipeline_costs, pipeline_limits
 from impls.torch.parts.flat_sum import sum_gradients
 from impls.torch.parts.pipeline_model import PipelineModel
-from impls.torch.parts.pipeline_plan import plan
+from impls.torch.parts.pipeline_plan import Partition, plan
 from impls.torch.parts.pipeline_schedules import ScheduleName, refused
 
 
@@ -67,7 +66,7 @@ class TorchHybrid(Implementation):
         *,
         schedule: ScheduleName = "1f1b",
         chunks: int = 1,
-        partition: Partition = "parameters",
+        partition: Partition = "flops",
     ) -> None:
         options = {"schedule": schedule, "chunks": chunks, "partition": partition}
         if reason := self.refused_options(options):

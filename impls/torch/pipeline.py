@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.chain import Partition
 from harness.implementation import Implementation, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
@@ -18,14 +17,14 @@ from harness.parameters import LogicalParameter, MemoryCategory
 from harness.workload import Batch, Workload
 from impls.torch.parts import pipeline_costs, pipeline_limits, pipeline_schedules
 from impls.torch.parts.pipeline_model import PipelineModel
-from impls.torch.parts.pipeline_plan import plan
+from impls.torch.parts.pipeline_plan import Partition, plan
 from impls.torch.parts.pipeline_schedules import ScheduleName
 
 
 class TorchPipeline(Implementation):
     """`schedule` orders forwards and backwards; `chunks` is the number of stages on each rank. Zero-bubble is torch's
-    V-shaped schedule where there are two, its interleaved one elsewhere. `partition` says what a stage is to cost:
-    blocks alike, or by their parameters."""
+    V-shaped schedule where there are two, its interleaved one elsewhere. `partition` says what stages are to have
+    alike: the number of blocks (uniform), parameters or FLOPs."""
 
     strategy = "pipeline_parallel"
     makes_gradients = True
@@ -63,7 +62,7 @@ class TorchPipeline(Implementation):
         *,
         schedule: ScheduleName = "1f1b",
         chunks: int = 1,
-        partition: Partition = "parameters",
+        partition: Partition = "flops",
     ) -> None:
         options = {"schedule": schedule, "chunks": chunks, "partition": partition}
         if reason := self.refused_options(options):

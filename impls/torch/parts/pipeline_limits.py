@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from harness import chain
-from harness.chain import as_tensors
+from harness.chain import chain_of
 from harness.layout import Layout
-from harness.workload import Workload, in_compute_precision
+from harness.workload import Workload
 from impls.torch.parts import pipeline_schedules
 from impls.torch.parts.pipeline_plan import PipelinePlan, plan
 from impls.torch.parts.pipeline_stage import StageModule, examples
@@ -46,15 +46,15 @@ def _split_backward(planned: PipelinePlan, workload: Workload) -> str | None:
     """Of a later stage torch finds the weights on the way to what the stage has received; sends the inputs' gradients
     as they come; and adds up the weights' in the first one's memory, whoever else has a hand in that. The first stage
     goes backward whole. Stages without values tell."""
-    assert workload.chain is not None
-    blocks = list(workload.chain(in_compute_precision(workload, workload.model_without_memory())))
+    blocks = chain_of(workload).blocks
     for stage in range(1, planned.num_stages):
         module = StageModule([blocks[index] for index in planned.stages[stage]])
         inputs = examples(planned.inputs[stage])
         received = [tensor for tensor in inputs if tensor.requires_grad]
         if not received:
             return f"torch's zero-bubble finds no weights in stage {stage}, which receives nothing with a gradient"
-        outputs = [tensor for tensor in as_tensors(module(*inputs)) if tensor.requires_grad]
+        with torch.device("meta"):
+            outputs = [tensor for tensor in module.tensors(inputs) if tensor.requires_grad]
         weights = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         given = [torch.empty_like(tensor) for tensor in outputs]
         found = torch.autograd.grad(outputs, [*received, *weights.values()], given, allow_unused=True)

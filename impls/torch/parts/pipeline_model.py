@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.chain import keep_parameters
+from harness.chain import chain_of, keep_parameters
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import global_norm, norm_over_ranks
@@ -29,20 +29,17 @@ class PipelineModel:
     def __init__(
         self, workload: Workload, layout: Layout, mesh: Mesh, device: torch.device, options: Mapping[str, Any]
     ) -> None:
-        assert workload.chain is not None
         self._workload, self._device = workload, device
         self._group = mesh.group("pipeline")
         self._rank = self._group.rank()
         self._plan = plan(workload, layout, options)
-        self.module = workload.build_model()
-        blocks = list(workload.chain(self.module))
+        chain = chain_of(workload, workload.build_model)
+        self.module = chain.model
         keep_parameters(self.module, self._plan.names_on(self._rank))
         self.module.to(device)
         own = self._plan.stages_on(self._rank)
-        self._own_modules = {stage: StageModule([blocks[index] for index in self._plan.stages[stage]]) for stage in own}
-        self._stages = [
-            make_stage(self._plan, stage, module, device, self._group) for stage, module in self._own_modules.items()
-        ]
+        modules = {stage: StageModule([chain.blocks[index] for index in self._plan.stages[stage]]) for stage in own}
+        self._stages = [make_stage(self._plan, stage, module, device, self._group) for stage, module in modules.items()]
         self._schedule = pipeline_schedules.make(
             options.get("schedule", "1f1b"), self._stages, workload.training.num_micro_batches, self._objective
         )
@@ -93,7 +90,7 @@ class PipelineModel:
 
     def buffers(self) -> dict[str, Tensor]:
         """Those of this rank's stages, by name."""
-        own = {buffer for module in self._own_modules.values() for buffer in module.buffers()}
+        own = {buffer for stage in self._stages for buffer in stage.submod.buffers()}
         return {name: buffer.detach() for name, buffer in self.module.named_buffers() if buffer in own}
 
     def received(self) -> Iterable[Tensor]:
@@ -111,7 +108,9 @@ class PipelineModel:
         if not self._num_tokens[len(self._losses)]:
             loss = loss * 0.0
         self._losses.append(loss.detach())
-        return loss / num_tokens
+        objective = loss / num_tokens
+        self._stages[-1].end_of_loss()
+        return objective
 
     def _check_shapes(self, batch: Batch) -> None:
         expected = self._plan.inputs[0][0].shape

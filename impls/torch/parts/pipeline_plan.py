@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from harness.chain import Border, Partition, TensorShape, borders, holders, stages_of
+from harness.chain import Border, TensorShape, borders, chain_of, holders_of
 from harness.layout import Layout
-from harness.workload import Workload, in_compute_precision
+from harness.stage_costs import stages_of
+from harness.workload import Workload
 from impls.torch.parts.pipeline_schedules import ScheduleName, ranks_of_stages
+
+Partition = Literal["uniform", "parameters", "flops"]
+"""What stages are to have alike; neither time nor memory, which go by the native schedules."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,18 +53,17 @@ class PipelinePlan:
 def plan(workload: Workload, layout: Layout, options: Mapping[str, Any]) -> PipelinePlan:
     """As the options of torch.pipeline have it."""
     schedule: ScheduleName = options.get("schedule", "1f1b")
-    partition: Partition = options.get("partition", "parameters")
+    partition: Partition = options.get("partition", "flops")
     rank_of = ranks_of_stages(schedule, layout.pipeline, options.get("chunks", 1))
-    assert workload.chain is not None
-    model = in_compute_precision(workload, workload.model_without_memory())
-    stages = stages_of(workload, len(rank_of), partition)
+    stages = stages_of(workload, len(rank_of), partition, in_flight=())
     inputs = workload.batch(0, data_degree=layout.data).micro_batches[0].inputs
-    handed_on = borders(workload, model, inputs)
+    handed_on = borders(workload, inputs)
     outputs = tuple(handed_on[blocks.stop - 1] for blocks in stages)
+    chain = chain_of(workload)
     return PipelinePlan(
         stages=stages,
         rank_of=tuple(rank_of),
         inputs=((TensorShape.of(inputs),), *outputs[:-1]),
         outputs=outputs,
-        held_by=holders(model, list(workload.chain(model)), stages, rank_of),
+        held_by=holders_of(chain.model, chain.blocks, stages, rank_of),
     )

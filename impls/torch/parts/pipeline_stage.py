@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.chain import Border, run_blocks
+from harness.chain import Border, as_value, run_blocks
 from harness.implementation import phase
 from impls.torch.parts.pipeline_plan import PipelinePlan
 
 if TYPE_CHECKING:
-    from torch.distributed.pipelining import PipelineStage
+    from impls.torch.parts.marked_stage import MarkedStage
 
 
 class StageModule(nn.Module):
@@ -26,17 +26,22 @@ class StageModule(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         with phase("forward"):
-            outputs = [tensor.contiguous() for tensor in run_blocks(list(self.blocks), inputs)]
-        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+            value: Tensor | tuple[Tensor, ...] = as_value(self.tensors(inputs))
+        return value
+
+    def tensors(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """What comes out of the last block."""
+        return [tensor.contiguous() for tensor in run_blocks(list(self.blocks), inputs)]
 
 
 def make_stage(
     plan: PipelinePlan, stage: int, module: nn.Module, device: torch.device, group: dist.ProcessGroup
-) -> PipelineStage:
+) -> MarkedStage:
     """With static shapes: otherwise the first step would run forward and backward once more to find them."""
-    from torch.distributed.pipelining import PipelineStage  # brings FSDP and torch.export along: only ranks pay for it
+    # Brings FSDP and torch.export along: only ranks pay for it.
+    from impls.torch.parts.marked_stage import MarkedStage
 
-    return PipelineStage(
+    return MarkedStage(
         module,
         stage,
         plan.num_stages,
@@ -47,7 +52,7 @@ def make_stage(
     )
 
 
-def received_tensors(stage: PipelineStage) -> list[Tensor]:
+def received_tensors(stage: MarkedStage) -> list[Tensor]:
     """Where the stage receives activations and their gradients, of all micro-batches; none before the first step."""
     of_micro_batches = [*stage.args_recv_info.values(), *stage.grad_recv_info.values()]
     return [info.buffer for infos in of_micro_batches for info in infos if info.buffer is not None]

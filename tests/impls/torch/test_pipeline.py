@@ -172,7 +172,13 @@ def test_memory_is_the_closed_form(instrumented: Instrumented, options: dict[str
             "fp64",
             "torch's stages take micro-batches of one shape",
         ),
-        (f"{BORDERS}:skipping", Layout(pipeline=2), {}, "fp64", "pipeline: 2 uses what 0 has made"),
+        (
+            f"{BORDERS}:skipping",
+            Layout(pipeline=2),
+            {},
+            "fp64",
+            "pipeline: 2 uses what 0 has made, past the blocks between them",
+        ),
         (
             f"{BORDERS}:frozen_start",
             Layout(pipeline=2),
