@@ -44,18 +44,26 @@ class RecipeOptimizer:
     """Steps the trainable parameters of `model`, whose gradients are whole and already reduced.
 
     With masters the optimizer steps fp32 copies and the parameters are rounded from them. `factory` may put another
-    optimizer class in torch's place (a sharded one); it gets the parameter groups.
+    optimizer class in torch's place (a sharded one); it gets the parameter groups. `stepped` are what stands in for the
+    trainable parameters, by name: shards of them.
     """
 
-    def __init__(self, model: nn.Module, workload: Workload, factory: OptimizerFactory | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        workload: Workload,
+        factory: OptimizerFactory | None = None,
+        *,
+        stepped: Mapping[str, Tensor] | None = None,
+    ) -> None:
         self._training = workload.training
         self._num_updates = 0
         self._gradients: list[Tensor | None] = []
         self._clip_scale: Tensor | None = None
-        named = dict(model.named_parameters())
+        named: Mapping[str, Tensor] = dict(model.named_parameters()) if stepped is None else stepped
         registry = [parameter for parameter in logical_parameters(model, workload.decays) if parameter.trainable]
         self.names = [parameter.name for parameter in registry]
-        self.parameters: list[nn.Parameter] = [named[name] for name in self.names]
+        self.parameters: list[Tensor] = [named[name] for name in self.names]
         master = workload.precision.master
         self.masters: list[Tensor] = list(self.parameters)
         if master is not None:

@@ -76,7 +76,7 @@ class TorchPipeline(Implementation):
         learning_rate = self.optimizer.learning_rate
         loss_sum, num_tokens = self.model.forward_backward(batch)
         with phase("reduce"):
-            self.model.sum_shared()
+            self.model.reduce()
         with phase("optimizer"):
             update = self.optimizer.step(tracks_norm=self.tracks_gradient_norm, norm_of=self.model.norm)
         return StepOutput(
@@ -97,7 +97,7 @@ class TorchPipeline(Implementation):
         return self.model.whole(self.model.buffers())
 
     def facts(self) -> Mapping[str, str]:
-        return {"torch_schedule": self.model.schedule_class}
+        return self.model.facts()
 
     def memory_tensors(self) -> dict[MemoryCategory, Iterable[Tensor]]:
         return {

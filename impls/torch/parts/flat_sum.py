@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor
 
 
-def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+def sum_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> None:
     """Leaves each parameter's gradient a view of the flat sum of all, so that nothing is copied back. Parameters
     without one are left out: on every rank of `group` the same."""
     with_gradient = [parameter for parameter in parameters if parameter.grad is not None]

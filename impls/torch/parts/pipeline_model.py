@@ -63,7 +63,7 @@ class PipelineModel:
         loss_sum = torch.stack(self._losses).double().sum() if self._is_last else None
         return loss_sum, sum(self._num_tokens)
 
-    def sum_shared(self) -> None:
+    def reduce(self) -> None:
         """The gradients of parameters that several ranks hold, between them."""
         parameters = dict(self.module.named_parameters())
         for name, ranks in self._plan.held_by.items():
@@ -98,9 +98,8 @@ class PipelineModel:
         for stage in self._stages:
             yield from received_tensors(stage)
 
-    @property
-    def schedule_class(self) -> str:
-        return type(self._schedule).__name__
+    def facts(self) -> Mapping[str, str]:
+        return {"torch_schedule": type(self._schedule).__name__}
 
     def _objective(self, outputs: Tensor, targets: Tensor, *, num_tokens: int) -> Tensor:
         """A micro-batch's share of the global mean; torch asks in the order of the micro-batches."""

@@ -62,8 +62,8 @@ def test_gradients_are_summed_once_a_step_however_many_micro_batches(
     [
         (
             "gpt",
-            Layout(data=4, shard=2),
-            "replicas of a pipeline take a data and a pipeline degree, got data=4 shard=2",
+            Layout(data=4, shard=2, pipeline=2),
+            "replicas of a pipeline shard nothing along the data axis, got data=4 shard=2 pipeline=2",
         ),
         ("gpt:num_micro_batches=2", Layout(data=3, pipeline=2), "torch's stages take micro-batches of one shape"),
         ("awkward:kind=sometimes_unused", REPLICAS, "a parameter that some ranks leave unused would put the sums"),
