@@ -14,7 +14,7 @@ from harness import models
 from harness.case import Case
 from harness.implementation import load
 from harness.layout import Layout
-from harness.measure import communication
+from harness.measure import communication, pipeline
 from harness.measure.memory import MemoryReport
 from harness.measure.predicted_memory import registry
 from harness.workload import in_precision
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tests.conftest import Worlds
 
 CHAINS = Path(__file__).with_name("chains.py")
+MUTANTS = Path(__file__).with_name("pipeline_mutants.py")
 BORDERS = Path(__file__).parent.parent / "native/chains.py"
 GPIPE: dict[str, Any] = {"schedule": "gpipe"}
 ONE_F_ONE_B: dict[str, Any] = {"schedule": "1f1b"}
@@ -77,6 +78,15 @@ def test_stays_within_the_envelope_of_bf16(worlds: Worlds, options: dict[str, An
         parity_case("awkward:kind=clipped", "torch.pipeline", 2, layout=layout, options=options, precision="bf16")
     )
     assert parity.ok, parity.explanation
+
+
+@pytest.mark.parametrize(
+    "mutant", ["ClipsEachStage", "CountsTiesTwice", "LeavesTiesApart", "DividesAgain", "MixesUpLabels"]
+)
+def test_parity_catches(worlds: Worlds, mutant: str) -> None:
+    layout = Layout(pipeline=2)
+    parity = worlds.parity(parity_case("awkward:kind=tied", f"{MUTANTS}:{mutant}", 2, layout=layout, precision="fp64"))
+    assert not parity.ok
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +149,31 @@ def test_memory_is_the_closed_form(instrumented: Instrumented, options: dict[str
     # Torch keeps a step counter of four bytes beside the moments of each parameter.
     excess = report.largest_bytes["optimizer_states"] - predicted["optimizer_states"]
     assert 0 < excess <= 4 * len(registry(workload))
+
+
+@pytest.mark.parametrize(
+    ("options", "in_flight"),
+    [(GPIPE, (4, 4)), (ONE_F_ONE_B, (2, 1)), (ZERO_BUBBLE, (2, 2))],
+    ids=str,
+)
+def test_actions_are_marked(instrumented: Instrumented, options: dict[str, Any], in_flight: tuple[int, ...]) -> None:
+    """All of torch's own order, so that it can be played again."""
+    case = Case(
+        workload="gpt:size=tiny,num_micro_batches=4",
+        implementation="torch.pipeline",
+        layout=Layout(pipeline=2),
+        options=options,
+    )
+    launch = instrumented.adopt(case)
+    launch.command("build")
+    steps = launch.command("measure_pipeline", num_steps=2)
+    figures = pipeline.summarise(steps, case.layout.groups("pipeline"))
+    assert figures is not None
+    assert figures.in_flight == in_flight
+    assert all(0 <= ratio < 1 for ratio in (*figures.bubble_ratios, *figures.replayed_bubble_ratios))
+    kinds = "FIW" if options["schedule"] == "zero_bubble" else "FB"
+    of_last = [recorded.action for recorded in steps[1][0]]
+    assert sorted(of_last) == sorted(f"1{kind}{micro_batch}" for kind in kinds for micro_batch in range(4))
 
 
 @pytest.mark.parametrize(
