@@ -51,6 +51,8 @@ class TorchHybrid(Implementation):
             return "a parameter that some ranks leave unused would put the sums over the data axis out of step"
         if layout.tensor > 1:
             return _why_no_slices(workload, layout)
+        if workload.depends_on_chunks and workload.buffer_bytes():
+            return "statistics of batches would have to be those of the first replica, which nobody sends here"
         if layout.shard not in (None, 1):
             return f"replicas of a pipeline shard nothing along the data axis, got {layout}"
         return pipeline_limits.why_not(workload, layout, options) or workload.fits_data_degree(layout.data)

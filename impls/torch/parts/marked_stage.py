@@ -1,7 +1,8 @@
-"""torch's stage, that marks what it computes for the instruments; it computes nothing otherwise."""
+"""torch's stage, that marks what it computes for the instruments, and is told before it goes forward."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,11 +13,15 @@ from harness.pipeline_marks import pipeline_action
 
 
 class MarkedStage(PipelineStage):
-    """A forward of the last stage ends with the loss, for which the schedule asks next: `end_of_loss` tells of that."""
+    """`begin` is told the micro-batch. A forward of the last stage ends with the loss, for which the schedule asks
+    next: `end_of_loss` tells of that."""
+
+    begin: Callable[[int], None]
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._forward = self._mark("F", fwd_chunk_id)
         self._forward.__enter__()
+        self.begin(fwd_chunk_id)
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if not self.is_last:
             self.end_of_loss()

@@ -55,6 +55,8 @@ class PipelineModel:
         self._check_shapes(batch)
         self._losses.clear()
         self._num_tokens = [micro_batch.num_tokens for micro_batch in batch.micro_batches]
+        for stage in self._stages:
+            stage.begin = lambda index: self._workload.begin_forward(batch.micro_batches[index])
         inputs = [torch.cat([micro_batch.inputs for micro_batch in batch.micro_batches])] if self._is_first else []
         targets = torch.cat([micro_batch.targets for micro_batch in batch.micro_batches]) if self._is_last else None
         self._schedule.step(

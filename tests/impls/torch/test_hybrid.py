@@ -73,6 +73,7 @@ def test_gradients_are_summed_once_a_step_however_many_micro_batches(
         ("gpt", Layout(data=4, shard=2, tensor=2), "fully_shard over slices shards over the whole data axis, got"),
         ("gpt", Layout(data=2, tensor=3), "tensor=3 does not divide block0.attention.query_key_value: 96 output"),
         ("gpt:num_micro_batches=2", Layout(data=3, pipeline=2), "torch's stages take micro-batches of one shape"),
+        ("awkward:kind=batch_norm", REPLICAS, "statistics of batches would have to be those of the first replica"),
         ("awkward:kind=sometimes_unused", REPLICAS, "a parameter that some ranks leave unused would put the sums"),
         ("gpt:num_micro_batches=1", REPLICAS, "torch's 1F1B takes as many micro-batches as stages, got 1 for 2"),
     ],
