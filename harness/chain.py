@@ -1,4 +1,4 @@
-"""A workload's model as a chain of blocks that can be cut into stages: what crosses the borders between them.
+"""A workload's model as a chain of blocks that can be cut into stages: who holds what, and what crosses the borders.
 
 Each block takes what the one before gives and nothing else. A pass without values checks that: a block that looks at
 what an earlier one has made, past the border, or at another block's parameter is refused by name.
@@ -6,7 +6,7 @@ what an earlier one has made, past the border, or at another block's parameter i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +53,20 @@ class NoChain(ValueError):
     """A model that cannot be cut into stages; the message is the reason, in one line."""
 
 
+def why_not(workload: Workload, num_stages: int) -> str | None:
+    """Why the model cannot be cut into `num_stages`, or None."""
+    try:
+        num_blocks = len(chain_of(workload).blocks)
+        if workload.synchronise_batch_norm:
+            return "BatchNorm would have to be synchronised by each stage for itself, which no stage does yet"
+        if num_blocks < num_stages:
+            return f"{num_stages} stages need as many blocks, got the {num_blocks} of {workload.name}"
+        borders(workload, workload.batch(0).micro_batches[0].inputs)
+    except NoChain as error:
+        return str(error)
+    return None
+
+
 def chain_of(workload: Workload, build: Callable[[], nn.Module] | None = None) -> Chain:
     """The chain of the model that `build` makes; by itself that is one on the meta device, in compute precision.
     NoChain where the workload names no blocks, they cannot be built, or a parameter belongs to none of them."""
@@ -94,8 +108,8 @@ def run_without_values(chain: Chain, index: int, inputs: Sequence[Tensor]) -> li
 
 
 def borders(workload: Workload, inputs: Tensor, build: Callable[[], nn.Module] | None = None) -> tuple[Border, ...]:
-    """What each block of the chain but the last hands to the next, for a micro-batch like `inputs`; `build` as for
-    `chain_of`. NoChain where a block needs more than that, or cannot be run without values."""
+    """What each block of the chain hands to the next, and the last one yields, for a micro-batch like `inputs`; `build`
+    as for `chain_of`. NoChain where a block needs more than that, or cannot be run without values."""
     chain = chain_of(workload, build)
     parameters = {p.untyped_storage()._cdata: name for name, p in chain.model.named_parameters()}
     buffers = {buffer.untyped_storage()._cdata for buffer in chain.model.buffers()}
@@ -126,7 +140,31 @@ def borders(workload: Workload, inputs: Tensor, build: Callable[[], nn.Module] |
         with torch.device(_META), Operations(note, made):
             handed = run_without_values(chain, index, handed)
         found.append(tuple(map(TensorShape.of, handed)))
-    return tuple(found[:-1])
+    return tuple(found)
+
+
+def holders_of(
+    model: nn.Module, blocks: Sequence[nn.Module], stages: Sequence[range], rank_of: Sequence[int]
+) -> dict[str, list[int]]:
+    """The ranks whose stages use each parameter, by its first name; `rank_of` says where each stage is."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    holders: dict[str, list[int]] = {}
+    for rank, of_stage in zip(rank_of, stages, strict=True):
+        for index in of_stage:
+            for parameter in blocks[index].parameters():
+                ranks = holders.setdefault(first[id(parameter)], [])
+                if rank not in ranks:
+                    ranks.append(rank)
+    return holders
+
+
+def keep_parameters(model: nn.Module, names: Collection[str]) -> None:
+    """Lets go of all other parameters."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    for module in model.modules():
+        for kind, parameter in list(module.named_parameters(recurse=False)):
+            if first[id(parameter)] not in names:
+                setattr(module, kind, None)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ default (weight decay coupled or not, clipping at 1.0, a scheduler stepped per m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,8 @@ from harness.workload import Training, Workload
 
 _NORM_BLOCK = 4096  # elements
 OptimizerFactory = Callable[[list[dict[str, object]]], Optimizer]
+NormOfNamed = Callable[[Mapping[str, Tensor]], Tensor]
+"""The global norm, from this rank's gradients by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,18 +45,26 @@ class RecipeOptimizer:
 
     With masters the optimizer steps fp32 copies and the parameters are rounded from them; while it does, gradients have
     fp32 copies too, all at once, which no predicted peak counts. `factory` may put another optimizer class in torch's
-    place (a sharded one); it gets the parameter groups.
+    place (a sharded one); it gets the parameter groups. `stepped` are what stands in for the trainable parameters, by
+    name: shards of them.
     """
 
-    def __init__(self, model: nn.Module, workload: Workload, factory: OptimizerFactory | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        workload: Workload,
+        factory: OptimizerFactory | None = None,
+        *,
+        stepped: Mapping[str, Tensor] | None = None,
+    ) -> None:
         self._training = workload.training
         self._num_updates = 0
         self._gradients: list[Tensor | None] = []
         self._clip_scale: Tensor | None = None
-        named = dict(model.named_parameters())
+        named: Mapping[str, Tensor] = dict(model.named_parameters()) if stepped is None else stepped
         registry = [parameter for parameter in logical_parameters(model, workload.decays) if parameter.trainable]
         self.names = [parameter.name for parameter in registry]
-        self.parameters: list[nn.Parameter] = [named[name] for name in self.names]
+        self.parameters: list[Tensor] = [named[name] for name in self.names]
         master = workload.precision.master
         self.masters: list[Tensor] = list(self.parameters)
         if master is not None:
@@ -73,14 +83,21 @@ class RecipeOptimizer:
     def uses_masters(self) -> bool:
         return any(master is not parameter for master, parameter in zip(self.masters, self.parameters, strict=True))
 
-    def step(self, *, tracks_norm: bool) -> Update:
-        """One update from the parameters' gradients, which it clips in place."""
+    @property
+    def learning_rate(self) -> float:
+        """That of the next update."""
+        return self._training.learning_rate_at(self._num_updates)
+
+    def step(self, *, tracks_norm: bool, norm_of: NormOfNamed | None = None) -> Update:
+        """One update from the parameters' gradients, which it clips in place; `norm_of` finds the global norm where
+        these are not all there are."""
         grads = [parameter.grad for parameter in self.parameters]
         self._gradients, self._clip_scale = grads, None
-        learning_rate = self._training.learning_rate_at(self._num_updates)
+        learning_rate = self.learning_rate
         norm = None
         if tracks_norm or self._training.checks_norm:
-            norm = global_norm([grad for grad in grads if grad is not None])
+            named = {name: grad for name, grad in zip(self.names, grads, strict=True) if grad is not None}
+            norm = global_norm(list(named.values())) if norm_of is None else norm_of(named)
         skipped = self._training.skip_nonfinite and norm is not None and not bool(torch.isfinite(norm))
         if not skipped and self.optimizer is not None:
             self._update(grads, norm, learning_rate)

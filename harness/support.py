@@ -24,8 +24,9 @@ _CPU = torch.device("cpu")
 
 
 def axes(kind: type[Implementation]) -> list[str]:
-    """Which parallel degrees it takes, each tried alone on a plain workload; `shard` is hybrid sharding."""
-    workload = models.load("gpt:size=tiny")
+    """Which parallel degrees it takes, each tried alone on a plain workload of two micro-batches; `shard` is hybrid
+    sharding."""
+    workload = models.load("gpt:size=tiny,num_micro_batches=2")
     return [name for name, layout in _LAYOUTS.items() if not kind.unsupported(workload, layout, _CPU, {})]
 
 

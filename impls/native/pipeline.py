@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from harness.block_times import block_seconds
-from harness.chain import NoChain, borders, chain_of
+from harness.chain import chain_of, holders_of, why_not
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.parameters import LogicalParameter, MemoryCategory, replicated_state_bytes
@@ -23,7 +23,7 @@ from impls.native.ddp import NativeDataParallel
 from impls.native.parts.partial_model import build_partly
 from impls.native.parts.pipeline_costs import RankCosts, rank_costs
 from impls.native.parts.pipeline_messages import Messages, NoMessages
-from impls.native.parts.pipeline_model import PipelineStages, holders_of
+from impls.native.parts.pipeline_model import PipelineStages
 from impls.native.parts.pipeline_timeline import play
 from impls.native.parts.rank_model import RankModel
 from impls.native.parts.schedules import Schedule, make
@@ -55,20 +55,7 @@ class NativePipeline(NativeDataParallel):
     ) -> str | None:
         if (layout.data, layout.tensor) != (1, 1):
             return f"pipeline parallelism takes a pipeline degree alone, got {layout}"
-        try:
-            num_blocks = len(chain_of(workload).blocks)
-        except NoChain as error:
-            return str(error)
-        if workload.synchronise_batch_norm:
-            return "BatchNorm would have to be synchronised by each stage for itself, which no stage does yet"
-        num_stages = layout.pipeline * options.get("chunks", 1)
-        if num_blocks < num_stages:
-            return f"{num_stages} stages need as many blocks, got the {num_blocks} of {workload.name}"
-        try:
-            borders(workload, workload.batch(0).micro_batches[0].inputs)
-        except NoChain as error:
-            return str(error)
-        return None
+        return why_not(workload, layout.pipeline * options.get("chunks", 1))
 
     @classmethod
     def predicted_memory(
@@ -173,7 +160,8 @@ def measured_by_first(workload: Workload, device: torch.device, group: dist.Proc
 def _names_here(workload: Workload, stages: Sequence[range], mesh: Mesh) -> set[str]:
     """The parameters that this rank's stages use."""
     chain = chain_of(workload)
-    holders = holders_of(chain.model, chain.blocks, stages, mesh.layout.pipeline)
+    rank_of = [stage % mesh.layout.pipeline for stage in range(len(stages))]
+    holders = holders_of(chain.model, chain.blocks, stages, rank_of)
     return {name for name, ranks in holders.items() if mesh.coordinates.pipeline in ranks}
 
 

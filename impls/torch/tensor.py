@@ -3,36 +3,23 @@ styles, logits that stay cut and loss_parallel over them, as torch's tutorial ha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    loss_parallel,
-    parallelize_module,
-)
-from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import loss_parallel
 
 from harness.implementation import Implementation, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import clip_coefficient, decay_groups, global_norm, norm_over_ranks, torch_optimizer
-from harness.parameters import LogicalParameter, MemoryCategory, logical_parameters
-from harness.tensor_plan import (
-    ColumnParallel,
-    ResolvedPlan,
-    Role,
-    RowParallel,
-    partial_parameters,
-    resolve,
-)
-from harness.workload import Batch, Workload, cross_entropy_sum
+from harness.parameters import MemoryCategory
+from harness.workload import Batch, Workload
+from impls.torch.parts.tensor_slices import cut, local_part
 
 
 class TorchTensorParallel(Implementation):
@@ -59,45 +46,20 @@ class TorchTensorParallel(Implementation):
         self.num_ranks = layout.tensor
         self.num_updates = 0
         self.module = workload.build_model().to(device)
-        assert workload.tensor_plan is not None
-        plan = resolve(self.module, workload.tensor_plan(self.module))
-        self._fused = _fused_rows(self.module, plan, layout.tensor)
-        for name, order in self._fused.items():
-            parameter = self.module.get_parameter(name)
-            parameter.data = parameter.data[order].contiguous()
-        partial = partial_parameters(self.module, plan)
-        registry = [p for p in logical_parameters(self.module, workload.decays) if p.trainable]
-        self._cuts_logits = workload.loss is cross_entropy_sum
-        parallelize_module(self.module, mesh.device_mesh()["tensor"], self._styles(plan))
-        _tie(self.module, registry)
+        self._cut = cut(self.module, workload, mesh.device_mesh()["tensor"])
         named = dict(self.module.named_parameters())
-        self.parameters = {parameter.name: named[parameter.name] for parameter in registry}
-        self._partial = [self.parameters[name] for name in self.parameters if name in partial]
-        self.locals = {name: _local(parameter) for name, parameter in self.parameters.items()}
-        groups = decay_groups(registry, list(self.locals.values()), workload.training.weight_decay)
+        self.parameters = {parameter.name: named[parameter.name] for parameter in self._cut.registry}
+        self._partial = [self.parameters[name] for name in self.parameters if name in self._cut.partial]
+        self.locals = {name: local_part(parameter) for name, parameter in self.parameters.items()}
+        groups = decay_groups(self._cut.registry, list(self.locals.values()), workload.training.weight_decay)
         self.optimizer = torch_optimizer(workload.training, groups)
         self._clip_scale: Tensor | None = None
-
-    def _styles(self, plan: ResolvedPlan) -> dict[str, ParallelStyle]:
-        modules = dict(self.module.named_modules())
-        return {name: self._style(role, modules[name]) for name, role in plan.roles.items()}
-
-    def _style(self, role: Role, module: nn.Module) -> ParallelStyle:
-        if isinstance(role, ColumnParallel):
-            return ColwiseParallel()
-        if isinstance(role, RowParallel):
-            return RowwiseParallel()
-        if isinstance(module, nn.Embedding):
-            return RowwiseParallel(input_layouts=Replicate())
-        if self._cuts_logits:
-            return ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
-        return ColwiseParallel(output_layouts=Replicate())
 
     def train_step(self, batch: Batch) -> StepOutput:
         loss_sum, num_tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0
         for tensor in (*self.parameters.values(), *self.locals.values()):
             tensor.grad = None
-        parallel: AbstractContextManager[Any] = loss_parallel() if self._cuts_logits else nullcontext()
+        parallel: AbstractContextManager[Any] = loss_parallel() if self._cut.cuts_logits else nullcontext()
         with parallel:
             for micro_batch in batch.micro_batches:
                 with phase("forward"):
@@ -105,7 +67,7 @@ class TorchTensorParallel(Implementation):
                     objective = loss / batch.global_num_tokens
                 with phase("backward"):
                     objective.backward()
-                loss_sum += _local(loss)
+                loss_sum += local_part(loss)
                 num_tokens += micro_batch.num_tokens
         with phase("reduce"):
             for parameter in self._partial:
@@ -127,7 +89,7 @@ class TorchTensorParallel(Implementation):
         norm, self._clip_scale = None, None
         for name, parameter in self.parameters.items():
             _place_gradient(parameter)
-            self.locals[name].grad = None if parameter.grad is None else _local(parameter.grad)
+            self.locals[name].grad = None if parameter.grad is None else local_part(parameter.grad)
         if training.checks_norm or self.tracks_gradient_norm:
             norm = self._norm()
         skipped = training.skip_nonfinite and norm is not None and not bool(torch.isfinite(norm))
@@ -162,19 +124,15 @@ class TorchTensorParallel(Implementation):
         return {name: self._whole(name, parameter.detach()) for name, parameter in self.module.named_parameters()}
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
-        whole = self._gathered(tensor) if _is_cut(tensor) else _local(tensor).cpu().clone()
-        if name in self._fused:
-            in_order = torch.empty_like(whole)
-            in_order[self._fused[name]] = whole
-            return in_order
-        return whole
+        whole = self._gathered(tensor) if _is_cut(tensor) else local_part(tensor).cpu().clone()
+        return self._cut.in_order(name, whole)
 
     def _gathered(self, tensor: Tensor) -> Tensor:
         """Not by full_tensor(), which remembers the groups of earlier meshes over the same ranks."""
         assert isinstance(tensor, DTensor)
         (placement,) = tensor.placements
         assert isinstance(placement, Shard)
-        own = _local(tensor).contiguous()
+        own = local_part(tensor).contiguous()
         pieces = []
         for rank in range(self.num_ranks):
             size, _ = Shard.local_shard_size_and_offset(tensor.shape[placement.dim], self.num_ranks, rank)
@@ -192,16 +150,10 @@ class TorchTensorParallel(Implementation):
     def memory_tensors(self) -> dict[MemoryCategory, Iterable[Tensor]]:
         states = (value for state in self.optimizer.state.values() for value in state.values())
         return {
-            "parameters": [_local(parameter) for parameter in self.module.parameters()],
+            "parameters": [local_part(parameter) for parameter in self.module.parameters()],
             "gradients": [tensor.grad for tensor in self.locals.values() if tensor.grad is not None],
             "optimizer_states": [value for value in states if isinstance(value, Tensor)],
         }
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part, in the same memory."""
-    with torch.no_grad():
-        return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _place_gradient(parameter: Tensor) -> None:
@@ -213,22 +165,3 @@ def _place_gradient(parameter: Tensor) -> None:
 
 def _is_cut(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)
-
-
-def _fused_rows(model: nn.Module, plan: ResolvedPlan, degree: int) -> dict[str, Tensor]:
-    """For the parameters of fused layers, by name, the order of rows in which each rank's are together."""
-    orders: dict[str, Tensor] = {}
-    for name, role in plan.roles.items():
-        if isinstance(role, ColumnParallel) and role.parts > 1:
-            for kind, parameter in model.get_submodule(name).named_parameters(recurse=False):
-                rows = torch.arange(len(parameter)).view(role.parts, degree, -1)
-                orders[f"{name}.{kind}"] = rows.transpose(0, 1).flatten()
-    return orders
-
-
-def _tie(model: nn.Module, registry: Sequence[LogicalParameter]) -> None:
-    """Makes what was one parameter one again: each layer was given its own."""
-    for parameter in registry:
-        for alias in parameter.aliases:
-            path, _, kind = alias.rpartition(".")
-            setattr(model.get_submodule(path), kind, model.get_parameter(parameter.name))

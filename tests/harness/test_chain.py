@@ -48,7 +48,10 @@ def borrowing() -> nn.Module:
 
 def test_borders_are_the_shapes_that_cross_them() -> None:
     found = borders(workload(lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))), torch.zeros(4, 3))
-    assert found == ((TensorShape(shape=(4, 5), dtype=torch.float32, carries_gradient=True),),) * 2
+    widths = [5, 5, 2]
+    assert found == tuple(
+        (TensorShape(shape=(4, width), dtype=torch.float32, carries_gradient=True),) for width in widths
+    )
     assert found[0][0].num_bytes == 4 * 5 * 4
 
 

@@ -189,3 +189,19 @@ def test_another_optimizer_class_gets_the_same_groups() -> None:
 def test_the_norm_of_a_long_flat_buffer_keeps_its_digits() -> None:
     gradient = torch.randn(6_500_000, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(global_norm([gradient]), gradient.double().norm(), rtol=1e-7, atol=0.0)
+
+
+def test_shards_are_stepped_in_place_of_the_parameters_by_the_norm_of_all() -> None:
+    workload = work(clip_norm=1.0, weight_decay=0.0)
+    module = workload.build_model()
+    shards = {name: parameter.detach()[:1].clone() for name, parameter in module.named_parameters()}
+    optimizer = RecipeOptimizer(module, workload, stepped=shards)
+    before = {name: shard.clone() for name, shard in shards.items()}
+    for shard in shards.values():
+        shard.grad = torch.ones_like(shard)
+    update = optimizer.step(
+        tracks_norm=False, norm_of=lambda named: torch.tensor(10.0 * (named.keys() == shards.keys()))
+    )
+    assert update.gradient_norm == 10.0
+    for name, shard in shards.items():
+        torch.testing.assert_close(shard, before[name] - 0.1 / 10.0)

@@ -61,6 +61,14 @@ _SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"stage": 3, "transport": "shared_memory"},
     ],
     "torch.ddp": [{}, {"find_unused_parameters": True}],
+    "torch.pipeline": [
+        {},
+        {"schedule": "gpipe", "partition": "uniform"},
+        {"schedule": "zero_bubble"},
+        {"schedule": "zero_bubble", "chunks": 2},
+        {"schedule": "interleaved_1f1b", "chunks": 2},
+    ],
+    "torch.hybrid": [{}, {"schedule": "zero_bubble", "chunks": 2}],
     "torch.fsdp": [{}, {"reshard_after_forward": False}],
 }
 _NOT_TRAINING = {"native.floor"}  # exchanges nothing, by design

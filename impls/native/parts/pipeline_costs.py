@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from harness.chain import Border, borders, chain_of
+from harness.chain import Border, borders, chain_of, holders_of
 from harness.parameters import LogicalParameter, all_reduce_wire_bytes, logical_parameters, replicated_state_bytes
 from harness.workload import Workload
-from impls.native.parts.pipeline_model import holders_of
 
 _NORM_BYTES = torch.float64.itemsize
 
@@ -31,7 +30,8 @@ def rank_costs(workload: Workload, stages: Sequence[range], num_ranks: int) -> t
     norm          where the recipe asks for it, an fp64 number to each of the others
     """
     chain = chain_of(workload)
-    holders = holders_of(chain.model, chain.blocks, stages, num_ranks)
+    rank_of = [stage % num_ranks for stage in range(len(stages))]
+    holders = holders_of(chain.model, chain.blocks, stages, rank_of)
     parameters = logical_parameters(chain.model, workload.decays)
     held = [tuple(p for p in parameters if rank in holders.get(p.name, ())) for rank in range(num_ranks)]
     sent = _message_bytes(workload, stages, num_ranks)

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from harness.chain import Border, as_value, run_blocks
+from harness.chain import Border, as_value, holders_of, keep_parameters, run_blocks
 from harness.implementation import phase
 from harness.optimizer import norm_over_ranks
 from harness.workload import Batch
@@ -54,11 +54,12 @@ class PipelineStages(RankModel):
         }
         self._last_blocks = [of_stage.stop - 1 for of_stage in stages]
         self._borders: dict[tuple[int, ...], tuple[Border, ...]] = {}
-        holders = holders_of(self.module, blocks, stages, schedule.num_ranks)
+        rank_of = [stage % schedule.num_ranks for stage in range(len(stages))]
+        holders = holders_of(self.module, blocks, stages, rank_of)
         self._tied = {name for name, ranks in holders.items() if len(ranks) > 1}
         self._tie_ranks = sorted({rank for name in self._tied for rank in holders[name]})
         self._ties = make_ties(self._tie_ranks) if self._tied else None
-        _keep(self.module, {name for name, ranks in holders.items() if self._rank in ranks})
+        keep_parameters(self.module, {name for name, ranks in holders.items() if self._rank in ranks})
         kept = {name for name, _ in self.module.named_parameters()}
         self.parameters = tuple(parameter for parameter in whole.parameters if parameter.name in kept)
         self._messages = messages(group, whole.device)
@@ -156,27 +157,3 @@ class PipelineStages(RankModel):
         if shape not in self._borders:
             self._borders[shape] = self._slice.borders(inputs)
         return self._borders[shape]
-
-
-def holders_of(
-    model: nn.Module, blocks: Sequence[nn.Module], stages: Sequence[range], num_ranks: int
-) -> dict[str, list[int]]:
-    """The ranks whose stages use each parameter, by its first name."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    holders: dict[str, list[int]] = {}
-    for stage, of_stage in enumerate(stages):
-        for index in of_stage:
-            for parameter in blocks[index].parameters():
-                ranks = holders.setdefault(first[id(parameter)], [])
-                if stage % num_ranks not in ranks:
-                    ranks.append(stage % num_ranks)
-    return holders
-
-
-def _keep(model: nn.Module, names: set[str]) -> None:
-    """Lets go of all other parameters."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    for module in model.modules():
-        for kind, parameter in list(module.named_parameters(recurse=False)):
-            if first[id(parameter)] not in names:
-                setattr(module, kind, None)

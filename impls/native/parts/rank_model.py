@@ -93,8 +93,8 @@ class RankModel:
         return loss_sum, num_tokens
 
     def borders(self, inputs: Tensor) -> tuple[Border, ...]:
-        """What each block of the chain but the last hands to the next on this rank, for a micro-batch like `inputs`.
-        NoChain where the model is none."""
+        """What each block of the chain hands to the next on this rank, and the last one yields, for a micro-batch like
+        `inputs`. NoChain where the model is none."""
         return borders(self.workload, inputs)
 
     def begin_pass(self, inputs: Tensor) -> None:

@@ -1,0 +1,158 @@
+"""Two degrees at a time, as torch's own pieces go together:
+
+data x tensor      parallelize_module, then fully_shard: a shard of a slice of each layer (parts/sharded_slices.py)
+data x pipeline    replicas of the stages of torch.distributed.pipelining (parts/pipeline_model.py), whose gradients
+                   are summed when the schedule is through: the hooks of DistributedDataParallel do not see the
+                   weights' part of a backward that is split
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from harness.implementation import Implementation, StepOutput, phase
+from harness.layout import Layout
+from harness.mesh import Mesh
+from harness.optimizer import RecipeOptimizer
+from harness.parameters import LogicalParameter, MemoryCategory
+from harness.workload import Batch, Workload
+from impls.torch.parts import pipeline_costs, pipeline_limits, sharding_limits
+from impls.torch.parts.flat_sum import sum_gradients
+from impls.torch.parts.pipeline_model import PipelineModel
+from impls.torch.parts.pipeline_plan import Partition, plan
+from impls.torch.parts.pipeline_schedules import ScheduleName, refused
+from impls.torch.parts.tensor_slices import local_part
+
+if TYPE_CHECKING:
+    from impls.torch.parts.sharded_slices import ShardedSlices
+
+
+class TorchHybrid(Implementation):
+    """`schedule`, `chunks` and `partition` are those of torch.pipeline, and say nothing without a pipeline."""
+
+    strategy = "hybrid"
+    makes_gradients = True
+
+    @classmethod
+    def refused_options(cls, options: Mapping[str, Any]) -> str | None:
+        return refused(options.get("schedule", "1f1b"), options.get("chunks", 1))
+
+    @classmethod
+    def unsupported(
+        cls, workload: Workload, layout: Layout, device: torch.device, options: Mapping[str, Any]
+    ) -> str | None:
+        if layout.tensor > 1 and layout.pipeline > 1:
+            return f"torch.hybrid takes a data degree with a tensor or a pipeline degree, got {layout}"
+        if workload.leaves_parameters_unused:
+            return "a parameter that some ranks leave unused would put the sums over the data axis out of step"
+        if layout.tensor > 1:
+            return _why_no_slices(workload, layout)
+        if workload.depends_on_chunks and workload.buffer_bytes():
+            return "statistics of batches would have to be those of the first replica, which nobody sends here"
+        if layout.shard not in (None, 1):
+            return f"replicas of a pipeline shard nothing along the data axis, got {layout}"
+        return pipeline_limits.why_not(workload, layout, options) or workload.fits_data_degree(layout.data)
+
+    @classmethod
+    def predicted_memory(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Mapping[MemoryCategory, int] | None:
+        if layout.tensor > 1:
+            return None
+        return pipeline_costs.memory_bytes(plan(workload, layout, options), workload, parameters)
+
+    @classmethod
+    def predicted_wire_bytes(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> int | None:
+        if layout.tensor > 1:
+            return None
+        return pipeline_costs.wire_bytes(plan(workload, layout, options), workload, parameters, data_degree=layout.data)
+
+    def __init__(
+        self,
+        workload: Workload,
+        layout: Layout,
+        mesh: Mesh,
+        device: torch.device,
+        *,
+        schedule: ScheduleName = "1f1b",
+        chunks: int = 1,
+        partition: Partition = "flops",
+    ) -> None:
+        options = {"schedule": schedule, "chunks": chunks, "partition": partition}
+        if reason := self.refused_options(options):
+            raise ValueError(f"torch.hybrid: {reason}")
+        self.data_group = mesh.group("data")
+        self.model: PipelineModel | ShardedSlices
+        if layout.tensor > 1:
+            # Brings FSDP along: only ranks pay for it.
+            from impls.torch.parts.sharded_slices import ShardedSlices
+
+            self.model = slices = ShardedSlices(workload, layout, mesh, device)
+            self.optimizer = RecipeOptimizer(slices.module, workload, stepped=slices.stepped)
+        else:
+            self.model = PipelineModel(workload, layout, mesh, device, options)
+            self.optimizer = RecipeOptimizer(self.model.module, workload)
+        self.module = self.model.module
+
+    def train_step(self, batch: Batch) -> StepOutput:
+        self.optimizer.clear_gradients()
+        learning_rate = self.optimizer.learning_rate
+        loss_sum, num_tokens = self.model.forward_backward(batch)
+        with phase("reduce"):
+            if isinstance(self.model, PipelineModel) and self.data_group.size() > 1:
+                sum_gradients(self.optimizer.parameters, self.data_group)
+            self.model.reduce()
+        with phase("optimizer"):
+            update = self.optimizer.step(tracks_norm=self.tracks_gradient_norm, norm_of=self.model.norm)
+        return StepOutput(
+            loss_sum=loss_sum,
+            num_tokens=num_tokens,
+            gradient_norm=update.gradient_norm,
+            skipped=update.skipped,
+            learning_rates=(learning_rate,),  # a rank may hold no parameters, and so no groups
+        )
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        return self.model.whole(self.optimizer.unclipped_gradients())
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        return self.model.whole(self.optimizer.full_parameters(self.module))
+
+    def full_buffers(self) -> dict[str, Tensor]:
+        return self.model.whole(self.model.buffers())
+
+    def facts(self) -> Mapping[str, str]:
+        return self.model.facts()
+
+    def replicated_tensors(self) -> Iterable[Tensor]:
+        """The buffers; replicas of a pipeline are the same in everything, of slices each data rank has other shards."""
+        yield from self.model.buffers().values()
+        if isinstance(self.model, PipelineModel):
+            yield from self.module.parameters()
+            yield from self.optimizer.state_tensors()
+
+    def memory_tensors(self) -> dict[MemoryCategory, Iterable[Tensor]]:
+        return {
+            "parameters": [local_part(parameter) for parameter in self.module.parameters()],
+            "gradients": self.optimizer.live_gradients(),
+            "optimizer_states": self.optimizer.state_tensors(),
+            "communication_buffers": self.model.received(),
+        }
+
+
+def _why_no_slices(workload: Workload, layout: Layout) -> str | None:
+    if layout.shard not in (None, layout.data):
+        return f"fully_shard over slices shards over the whole data axis, got {layout}"
+    if workload.precision.master is not None:
+        return "parallelize_module keeps no fp32 masters"
+    return (
+        workload.fits_tensor_degree(layout.tensor)
+        or sharding_limits.why_not(workload, 1)
+        or workload.fits_data_degree(layout.data)
+    )

@@ -1,0 +1,70 @@
+"""What torch's pipelining costs a rank: bytes of memory by category and bytes sent in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from harness.parameters import LogicalParameter, MemoryCategory, all_reduce_wire_bytes, replicated_state_bytes
+from harness.workload import Workload
+from impls.torch.parts.pipeline_plan import PipelinePlan
+
+
+def memory_bytes(
+    plan: PipelinePlan, workload: Workload, parameters: Sequence[LogicalParameter]
+) -> dict[MemoryCategory, int]:
+    """Of the rank that needs most: its parameters with their states, and a place for whatever it receives with each
+    micro-batch of a step, kept from step to step. What a stage hands on to another of the same rank takes the place of
+    the last step's, which is there for a moment more."""
+    return max((_memory_bytes(plan, workload, parameters, rank) for rank in range(plan.num_ranks)), key=_total)
+
+
+def wire_bytes(
+    plan: PipelinePlan, workload: Workload, parameters: Sequence[LogicalParameter], *, data_degree: int = 1
+) -> int:
+    """Of the rank that sends most: activations forward, their gradients back, the sums of parameters' gradients over
+    replicas and of those that several ranks of a pipeline hold, and the norm where the recipe needs it."""
+    return max(_wire_bytes(plan, workload, parameters, data_degree, rank) for rank in range(plan.num_ranks))
+
+
+def _memory_bytes(
+    plan: PipelinePlan, workload: Workload, parameters: Sequence[LogicalParameter], rank: int
+) -> dict[MemoryCategory, int]:
+    names = plan.names_on(rank)
+    held = [parameter for parameter in parameters if parameter.name in names]
+    states = replicated_state_bytes(held, workload.precision, workload.training.num_moments)
+    received, handed_over = 0, 0
+    for stage in plan.stages_on(rank):
+        if stage > 0:
+            received += plan.activation_bytes(stage - 1)
+        if stage + 1 < plan.num_stages:
+            received += plan.gradient_bytes(stage)
+            if plan.rank_of[stage + 1] == rank:
+                handed_over = max(handed_over, plan.activation_bytes(stage))
+    return {**states, "communication_buffers": workload.training.num_micro_batches * received + handed_over}
+
+
+def _wire_bytes(
+    plan: PipelinePlan, workload: Workload, parameters: Sequence[LogicalParameter], data_degree: int, rank: int
+) -> int:
+    sent, trained = 0, 0
+    for stage in plan.stages_on(rank):
+        if stage + 1 < plan.num_stages and plan.rank_of[stage + 1] != rank:
+            sent += plan.activation_bytes(stage)
+        if stage > 0 and plan.rank_of[stage - 1] != rank:
+            sent += plan.gradient_bytes(stage - 1)
+    sent *= workload.training.num_micro_batches
+    for parameter in parameters:
+        holders = plan.held_by.get(parameter.name, [])
+        if parameter.trainable and rank in holders:
+            sent += all_reduce_wire_bytes(parameter.num_bytes, len(holders))
+            trained += parameter.num_bytes
+    sent += all_reduce_wire_bytes(trained, data_degree)
+    if workload.training.checks_norm:
+        sent += (plan.num_ranks - 1) * torch.float64.itemsize
+    return sent
+
+
+def _total(num_bytes: dict[MemoryCategory, int]) -> int:
+    return sum(num_bytes.values())
