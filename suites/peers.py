@@ -13,7 +13,6 @@ from typing import Any, Literal
 from harness.case import Case, Measurement, Role, Suite
 from harness.layout import Layout
 
-_GPT = "gpt:size=17m"
 _ROUNDS = 12
 
 _Member = tuple[Role, str, Mapping[str, Any]]
@@ -56,8 +55,9 @@ _COMPARISONS: Mapping[str, tuple[_Member, ...]] = {
         ("floor", "native.pipeline", {"transport": "none"}),
         ("subject", "native.pipeline", {"schedule": "1f1b"}),
         ("subject", "native.pipeline", {"schedule": "zero_bubble"}),
+        ("subject", "native.pipeline", {"schedule": "1f1b", "transport": "shared_memory"}),
+        ("subject", "native.pipeline", {"schedule": "zero_bubble", "transport": "shared_memory"}),
         ("peer", "torch.pipeline", {"schedule": "1f1b"}),
-        ("peer", "torch.pipeline", {"schedule": "interleaved_1f1b", "chunks": 2}),
         ("peer", "torch.pipeline", {"schedule": "zero_bubble", "chunks": 2}),
     ),
 }
@@ -65,13 +65,16 @@ _COMPARISONS: Mapping[str, tuple[_Member, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Work:
-    """Sequences and micro-batches in a step, timed steps in a round, and what is compared along which axis."""
+    """The model, sequences and micro-batches in a step, timed steps in a round, and what is compared along which axis
+    with how many ranks."""
 
+    gpt: str = "size=17m"
     batch_size: int
     num_micro_batches: int = 1
     timed_steps: int
     axis: Literal["data", "tensor", "pipeline"] = "data"
     comparisons: tuple[str, ...]
+    world_sizes: tuple[int, ...] = (2, 4)
 
 
 # The larger batch tells whether an advantage outlives the communication; the sharded strategies run at the small one
@@ -79,7 +82,16 @@ class _Work:
 _WORKS = (
     _Work(batch_size=4, timed_steps=5, comparisons=("data_parallel", "zero_1", "zero_2", "zero_3")),
     _Work(batch_size=16, timed_steps=2, comparisons=("data_parallel",)),
-    _Work(batch_size=4, timed_steps=5, axis="tensor", comparisons=("tensor_parallel",)),
+    _Work(batch_size=4, timed_steps=5, axis="tensor", comparisons=("tensor_parallel",), world_sizes=(2,)),
+    # Four ranks cannot share six heads.
+    _Work(
+        gpt="size=30m,sequence_length=128",
+        batch_size=4,
+        timed_steps=3,
+        axis="tensor",
+        comparisons=("tensor_parallel",),
+        world_sizes=(4,),
+    ),
     *(
         _Work(
             batch_size=number,
@@ -95,7 +107,7 @@ _WORKS = (
 
 def _workload(work: _Work) -> str:
     micro_batches = f",num_micro_batches={work.num_micro_batches}" if work.num_micro_batches > 1 else ""
-    return f"{_GPT},global_batch_size={work.batch_size}{micro_batches}"
+    return f"gpt:{work.gpt},global_batch_size={work.batch_size}{micro_batches}"
 
 
 suite = Suite(
@@ -116,7 +128,7 @@ suite = Suite(
             deadline_seconds=600,
         )
         for work in _WORKS
-        for world_size in (2, 4)
+        for world_size in work.world_sizes
         for comparison in work.comparisons
         for role, implementation, options in _COMPARISONS[comparison]
     ),

@@ -50,7 +50,7 @@ def sent_bytes(instrumented: Instrumented, case: Case) -> float:
     return communication.summarise([answer["records"] for answer in answers])["communication.bytes_per_step"]
 
 
-@pytest.mark.parametrize("options", SCHEDULES, ids=str)
+@pytest.mark.parametrize("options", [*SCHEDULES, {"transport": "shared_memory"}], ids=str)
 def test_bytes_are_one_activation_a_border_each_way(instrumented: Instrumented, options: dict[str, Any]) -> None:
     case = make_case(2, **options)
     one = work_of(case).batch(0).micro_batches[0].inputs.numel() * 32 * 4
