@@ -118,6 +118,13 @@ class NativePipeline(NativeDataParallel):
         self._partition = partition
         super().__init__(workload, layout, mesh, device, direct_gradients=direct_gradients)
 
+    def facts(self) -> Mapping[str, str]:
+        facts = dict(super().facts())
+        facts["transport"] = facts.pop("pipeline_transport")
+        if (fallback := facts.pop("pipeline_transport_fallback", None)) is not None:
+            facts["transport_fallback"] = fallback
+        return facts
+
     def _make_model(self, workload: Workload, layout: Layout, mesh: Mesh, device: torch.device) -> RankModel:
         stages = agreed_stages(workload, mesh, device, schedule=self._schedule, partition=self._partition)
         module = build_partly(workload, _names_here(workload, stages, mesh), device)

@@ -87,6 +87,13 @@ class NativeTensorParallel(NativeDataParallel):
         self._wants = transport
         super().__init__(workload, layout, mesh, device, direct_gradients=direct_gradients)
 
+    def facts(self) -> Mapping[str, str]:
+        facts = dict(super().facts())
+        facts["transport"] = facts.pop("tensor_transport")
+        if (fallback := facts.pop("tensor_transport_fallback", None)) is not None:
+            facts["transport_fallback"] = fallback
+        return facts
+
     def _make_model(self, workload: Workload, layout: Layout, mesh: Mesh, device: torch.device) -> RankModel:
         return tensor_slice(
             workload, layout, mesh, device, self.whose, transport=self._wants, sequence_parallel=self._sequence_parallel

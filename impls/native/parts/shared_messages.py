@@ -41,6 +41,7 @@ class SharedMessages(Messages):
         self._room: list[int] = []  # bytes of each message
         self._begins: list[int] = []
         self._step = 0
+        self._last_sent: dict[int, int] = {}  # by message, the step
         self._expected: dict[int, tuple[Sequence[TensorShape], int]] = {}
 
     def begin_step(self, messages: Sequence[Sequence[TensorShape]]) -> None:
@@ -59,10 +60,11 @@ class SharedMessages(Messages):
         shapes = [TensorShape.of(tensor) for tensor in tensors]
         places = self._places(message, shapes)
         region.launched("send", message, tensors[0], sum(shape.num_bytes for shape in shapes)) if tensors else None
-        region.until_one(peer, _Flag.TAKEN, message, self._step - 1)
+        region.until_one(peer, _Flag.TAKEN, message, self._last_sent.get(message, 0))
         for place, tensor in zip(places, tensors, strict=True):
             place.copy_(tensor.detach())
         region.set(_Flag.SENT, message, self._step)
+        self._last_sent[message] = self._step
         region.completed(message)
 
     def expect(self, shapes: Sequence[TensorShape], peer: int, tag: int) -> None:
@@ -116,6 +118,7 @@ class SharedMessages(Messages):
             self._region.close()
         self._room, self._begins = room, list(accumulate(room, initial=0))
         self._step = 0
+        self._last_sent.clear()
         self._region = SharedRegion(
             [],
             self._group,

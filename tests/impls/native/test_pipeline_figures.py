@@ -57,6 +57,10 @@ def test_bytes_are_one_activation_a_border_each_way(instrumented: Instrumented, 
     # With stages 0 and 2 the first rank sends two activations on and one gradient back.
     expected = 4 * (3 if options == INTERLEAVED else 1) * one
     assert sent_bytes(instrumented, case) == predicted_bytes(case) == expected
+    launch = instrumented.adopt(case)
+    assert launch.command("build")[0]["transport"] == options.get("transport", "process_group")
+    launch.command("measure_communication", num_steps=2)  # steps that exchange nothing among others that do
+    launch.command("time_steps", num_steps=2)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_fp32_gradients"])
