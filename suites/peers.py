@@ -55,9 +55,8 @@ _COMPARISONS: Mapping[str, tuple[_Member, ...]] = {
         ("floor", "native.pipeline", {"transport": "none"}),
         ("subject", "native.pipeline", {"schedule": "1f1b"}),
         ("subject", "native.pipeline", {"schedule": "zero_bubble"}),
-        ("subject", "native.pipeline", {"schedule": "1f1b", "transport": "shared_memory"}),
-        ("subject", "native.pipeline", {"schedule": "zero_bubble", "transport": "shared_memory"}),
         ("peer", "torch.pipeline", {"schedule": "1f1b"}),
+        ("peer", "torch.pipeline", {"schedule": "interleaved_1f1b", "chunks": 2}),
         ("peer", "torch.pipeline", {"schedule": "zero_bubble", "chunks": 2}),
     ),
 }

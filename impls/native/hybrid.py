@@ -36,8 +36,8 @@ Stage = Literal[0, 1, 2, 3]
 
 
 class NativeHybrid(Implementation):
-    """`stage` says what is sharded along the data axis (0: nothing). `transport` is that of all axes, each of
-    which falls back to the process group where its ranks are on several machines. All other options are
+    """`stage` says what is sharded along the data axis (0: nothing). `transport` is that of the data and the tensor
+    axis, each of which falls back to the process group where its ranks are on several machines. All other options are
     those of the strategy they belong to."""
 
     strategy = "hybrid"
@@ -133,9 +133,7 @@ class NativeHybrid(Implementation):
                     num_chunks=chunks,
                 )
                 stages = agreed_stages(workload, mesh, device, schedule=order, partition=partition)
-                model = pipeline_stages(
-                    model, mesh, "native.hybrid", schedule=order, stages=stages, transport=transport
-                )
+                model = pipeline_stages(model, mesh, "native.hybrid", schedule=order, stages=stages)
             return model
 
         options: dict[str, Any] = {"transport": transport, "direct_gradients": direct_gradients}

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal, get_args
 
@@ -20,7 +20,6 @@ from harness.pipeline_marks import PredictedPipeline
 from harness.stage_costs import Partition, stages_of
 from harness.workload import Workload
 from impls.native.ddp import NativeDataParallel
-from impls.native.parts import shared_memory
 from impls.native.parts.partial_model import build_partly
 from impls.native.parts.pipeline_costs import RankCosts, rank_costs
 from impls.native.parts.pipeline_messages import Messages, NoMessages
@@ -28,17 +27,15 @@ from impls.native.parts.pipeline_model import PipelineStages
 from impls.native.parts.pipeline_timeline import play
 from impls.native.parts.rank_model import RankModel
 from impls.native.parts.schedules import Schedule, make
-from impls.native.parts.shared_messages import SharedMessages
 
-PipelineTransport = Literal["process_group", "shared_memory", "none"]
+PipelineTransport = Literal["process_group", "none"]
 
 
 class NativePipeline(NativeDataParallel):
     """`schedule` orders forwards and backwards; `chunks` is the number of stages on each rank, for the interleaved
     schedule. `partition` says what stages are to have alike: the number of blocks (uniform), parameters, FLOPs, time as
-    the first rank measures it, or memory under that schedule. `transport="shared_memory"` hands activations on
-    through mapped memory where the ranks of a pipeline share a machine, and falls back to the process group elsewhere;
-    "none" sends nothing and waits for nobody: no training then, but the floor under this very code."""
+    the first rank measures it, or memory under that schedule. `transport="none"` sends nothing and waits for nobody: no
+    training then, but the floor under this very code."""
 
     strategy = "pipeline_parallel"
     whose: ClassVar[str] = "native.pipeline"
@@ -113,23 +110,19 @@ class NativePipeline(NativeDataParallel):
             raise ValueError(
                 f"{self.whose}: transport must be one of {', '.join(get_args(PipelineTransport))}, got {transport!r}"
             )
-        self._wants = transport
+        self._messages = NoMessages if transport == "none" else Messages
         self._schedule = _schedule(workload, layout, {"schedule": schedule, "chunks": chunks})
         self._partition = partition
         super().__init__(workload, layout, mesh, device, direct_gradients=direct_gradients)
 
     def facts(self) -> Mapping[str, str]:
-        facts = dict(super().facts())
-        facts["transport"] = facts.pop("pipeline_transport")
-        if (fallback := facts.pop("pipeline_transport_fallback", None)) is not None:
-            facts["transport_fallback"] = fallback
-        return facts
+        return {**super().facts(), "transport": "none" if self._messages is NoMessages else "process_group"}
 
     def _make_model(self, workload: Workload, layout: Layout, mesh: Mesh, device: torch.device) -> RankModel:
         stages = agreed_stages(workload, mesh, device, schedule=self._schedule, partition=self._partition)
         module = build_partly(workload, _names_here(workload, stages, mesh), device)
         whole = RankModel(workload, device, self.whose, module=module)
-        return pipeline_stages(whole, mesh, self.whose, schedule=self._schedule, stages=stages, transport=self._wants)
+        return pipeline_stages(whole, mesh, self.whose, schedule=self._schedule, stages=stages, messages=self._messages)
 
 
 def agreed_stages(
@@ -148,18 +141,11 @@ def pipeline_stages(
     *,
     schedule: Schedule,
     stages: Sequence[range],
-    transport: PipelineTransport,
+    messages: type[Messages] = Messages,
 ) -> PipelineStages:
     """This rank's stages of `whole`, by its place along the pipeline axis; `whole` needs no values of other stages'
     parameters. Collective."""
-    fallback = shared_memory.why_not(mesh, whole.device, axis="pipeline") if transport == "shared_memory" else None
-    messages: Callable[[dist.ProcessGroup, torch.device], Messages] = Messages
-    if transport == "none":
-        messages = NoMessages
-    elif transport == "shared_memory" and fallback is None:
-        messages = partial(SharedMessages, observer=mesh.observer)
-    facts = {"pipeline_transport": "process_group" if fallback else transport}
-    made = PipelineStages(
+    return PipelineStages(
         whole,
         mesh.group("pipeline"),
         whose,
@@ -167,10 +153,7 @@ def pipeline_stages(
         schedule=schedule,
         make_ties=partial(mesh.part, "pipeline"),
         messages=messages,
-        facts=facts | ({"pipeline_transport_fallback": fallback} if fallback else {}),
     )
-    made.make_room(whole.workload.batch(0, data_rank=mesh.coordinates.data, data_degree=mesh.layout.data))
-    return made
 
 
 def measured_by_first(workload: Workload, device: torch.device, group: dist.ProcessGroup) -> Sequence[float]:

@@ -51,7 +51,7 @@ _SETTINGS: dict[str, list[dict[str, Any]]] = {
     "native.pipeline": [
         {},
         {"schedule": "gpipe", "partition": "uniform"},
-        {"schedule": "zero_bubble", "transport": "shared_memory"},
+        {"schedule": "zero_bubble"},
         {"schedule": "interleaved_1f1b", "chunks": 2, "direct_gradients": False},
     ],
     "native.hybrid": [

@@ -22,13 +22,14 @@ from harness.chain import Border
 from harness.pipeline_marks import pipeline_action
 from impls.native.parts.direct_gradients import TrainingTask
 from impls.native.parts.pipeline_actions import Action, Kind
-from impls.native.parts.pipeline_messages import MAX_TENSORS, Messages
+from impls.native.parts.pipeline_messages import Messages
 
 Forward = Callable[[int, list[Tensor]], list[Tensor]]
 """(micro-batch, inputs): a stage's outputs; the first stage's inputs are empty, the last one's output is the objective,
 a scalar."""
 
 _MESSAGES_AHEAD = 2  # actions whose messages are expected beforehand
+_MAX_TENSORS = 64  # at a border
 
 
 @dataclass(kw_only=True)
@@ -166,9 +167,5 @@ class Executor:
 
     def _tag(self, kind: Kind, stage: int, micro_batch: int) -> int:
         """Of the first tensor that comes to `stage`."""
-        return message_number(kind, stage, micro_batch, self._num_stages) * MAX_TENSORS
-
-
-def message_number(kind: Kind, stage: int, micro_batch: int, num_stages: int) -> int:
-    """Of what comes to `stage`: activations going forward, gradients going back."""
-    return (micro_batch * num_stages + stage) * 2 + (kind != Kind.FORWARD)
+        direction = 0 if kind == Kind.FORWARD else 1
+        return ((micro_batch * self._num_stages + stage) * 2 + direction) * _MAX_TENSORS

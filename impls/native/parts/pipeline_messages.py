@@ -7,7 +7,7 @@ forward only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,25 +16,16 @@ from torch import Tensor
 
 from harness.chain import TensorShape
 
-MAX_TENSORS = 64  # in one message
-
 
 class Messages:
     """Sends and receives of one rank along its pipeline. Everything is started without waiting; `arrived` waits for
     what is needed now, `end_step` for what this rank has sent. Tags tell the messages of a step apart, so that their
-    order does not matter; where a library knows no tags (NCCL) it is the order of the schedule that pairs them.
-    Messages are numbered on all ranks alike, and number n has the tags from n * MAX_TENSORS on."""
+    order does not matter; where a library knows no tags (NCCL) it is the order of the schedule that pairs them."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
         self._sends: list[tuple[Any, Tensor]] = []
         self._receives: dict[tuple[int, int], list[tuple[Any, Tensor]]] = {}
-
-    def make_room(self, messages: Sequence[Sequence[TensorShape]]) -> None:
-        """For a step with such messages, by number; empty where there is none. On all ranks alike, between steps."""
-
-    def begin_step(self, messages: Sequence[Sequence[TensorShape]]) -> None:
-        """A step with such messages begins."""
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
         """`tensors` must stay as they are until the step ends; one after another, tags count up from `tag`."""
@@ -73,13 +64,6 @@ class Messages:
                 work.wait()
         self._sends.clear()
         assert not self._receives, f"expected, but never asked for: {sorted(self._receives)}"
-
-    def buffers(self) -> Iterable[Tensor]:
-        """What this rank holds for messages between steps."""
-        return ()
-
-    def close(self) -> None:
-        """Releases what outlives the object."""
 
 
 class NoMessages(Messages):

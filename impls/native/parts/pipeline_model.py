@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.chain import Border, TensorShape, as_value, holders_of, keep_parameters, run_blocks
+from harness.chain import Border, as_value, holders_of, keep_parameters, run_blocks
 from harness.implementation import phase
 from harness.optimizer import norm_over_ranks
 from harness.workload import Batch
 from impls.native.parts.direct_gradients import Place, TrainingTask
-from impls.native.parts.pipeline_actions import Kind
-from impls.native.parts.pipeline_executor import Executor, StageRun, message_number
+from impls.native.parts.pipeline_executor import Executor, StageRun
 from impls.native.parts.pipeline_messages import Messages
 from impls.native.parts.rank_model import Kinds, Passes, RankModel
 from impls.native.parts.schedules import Schedule
@@ -39,13 +37,12 @@ class PipelineStages(RankModel):
         stages: Sequence[range],
         schedule: Schedule,
         make_ties: Callable[[Sequence[int]], dist.ProcessGroup | None],
-        messages: Callable[[dist.ProcessGroup, torch.device], Messages] = Messages,
-        facts: Mapping[str, str] = MappingProxyType({}),
+        messages: type[Messages] = Messages,
     ) -> None:
         workload = whole.workload
         assert workload.chain is not None
         super().__init__(workload, whole.device, whose, module=whole.module)
-        self._slice, self._facts = whole, facts
+        self._slice = whole
         self._group, self._rank = group, group.rank()
         self._schedule = schedule
         self._actions = schedule.table()[self._rank]
@@ -80,7 +77,6 @@ class PipelineStages(RankModel):
             num_ranks=self._schedule.num_ranks,
             num_stages=self._schedule.num_stages,
         )
-        self._messages.begin_step(self._all_messages(batch))
         passes.begin_micro_batch(-1)  # nothing is reduced before all are through
         executor.run(self._actions, runs)
         self.kept_views.check()
@@ -127,13 +123,12 @@ class PipelineStages(RankModel):
         return found
 
     def communication_buffers(self) -> Iterable[Tensor]:
-        return [*self._slice.communication_buffers(), *self._messages.buffers()]
+        return self._slice.communication_buffers()
 
     def facts(self) -> Mapping[str, str]:
-        return {**self._slice.facts(), **self._facts}
+        return self._slice.facts()
 
     def close(self) -> None:
-        self._messages.close()
         self._slice.close()
 
     def _run_of(self, stage: int, batch: Batch, losses: list[Tensor]) -> StageRun:
@@ -156,23 +151,6 @@ class PipelineStages(RankModel):
             self._slice.begin_pass(batch.micro_batches[index].inputs)
 
         return StageRun(begin=begin, forward=forward, inputs=before, outputs=after)
-
-    def make_room(self, batch: Batch) -> None:
-        """For what steps with such batches exchange. Collective."""
-        self._messages.make_room(self._all_messages(batch))
-
-    def _all_messages(self, batch: Batch) -> list[tuple[TensorShape, ...]]:
-        """Of a step, by number."""
-        num_stages = self._schedule.num_stages
-        messages: list[tuple[TensorShape, ...]] = [()] * (len(batch.micro_batches) * num_stages * 2)
-        for index, micro_batch in enumerate(batch.micro_batches):
-            found = self._borders_of(micro_batch.inputs)
-            for stage, last_block in enumerate(self._last_blocks[:-1]):
-                border = found[last_block]
-                back = tuple(shape for shape in border if shape.carries_gradient)
-                messages[message_number(Kind.FORWARD, stage + 1, index, num_stages)] = border
-                messages[message_number(Kind.BACKWARD, stage, index, num_stages)] = back
-        return messages
 
     def _borders_of(self, inputs: Tensor) -> tuple[Border, ...]:
         shape = tuple(inputs.shape)

@@ -48,9 +48,6 @@ def test_any_number_of_micro_batches(worlds: Worlds, options: dict[str, Any], nu
         ("frozen_start", 3, {"schedule": "gpipe", "partition": "uniform"}),
         ("changing_lengths", 3, {"partition": "uniform"}),
         ("changing_lengths", 2, {"schedule": "zero_bubble", "partition": "uniform"}),
-        ("changing_lengths", 3, {"partition": "uniform", "transport": "shared_memory"}),
-        ("several_tensors", 2, {"schedule": "interleaved_1f1b", "chunks": 2, "transport": "shared_memory"}),
-        ("frozen_start", 3, {"partition": "uniform", "transport": "shared_memory"}),
     ],
 )
 def test_borders_of_all_sorts(worlds: Worlds, name: str, num_stages: int, options: dict[str, Any]) -> None:

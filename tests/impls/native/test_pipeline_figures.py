@@ -50,17 +50,13 @@ def sent_bytes(instrumented: Instrumented, case: Case) -> float:
     return communication.summarise([answer["records"] for answer in answers])["communication.bytes_per_step"]
 
 
-@pytest.mark.parametrize("options", [*SCHEDULES, {"transport": "shared_memory"}], ids=str)
+@pytest.mark.parametrize("options", SCHEDULES, ids=str)
 def test_bytes_are_one_activation_a_border_each_way(instrumented: Instrumented, options: dict[str, Any]) -> None:
     case = make_case(2, **options)
     one = work_of(case).batch(0).micro_batches[0].inputs.numel() * 32 * 4
     # With stages 0 and 2 the first rank sends two activations on and one gradient back.
     expected = 4 * (3 if options == INTERLEAVED else 1) * one
     assert sent_bytes(instrumented, case) == predicted_bytes(case) == expected
-    launch = instrumented.adopt(case)
-    assert launch.command("build")[0]["transport"] == options.get("transport", "process_group")
-    launch.command("measure_communication", num_steps=2)  # steps that exchange nothing among others that do
-    launch.command("time_steps", num_steps=2)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_fp32_gradients"])
