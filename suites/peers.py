@@ -55,6 +55,7 @@ _COMPARISONS: Mapping[str, tuple[_Member, ...]] = {
         ("floor", "native.pipeline", {"transport": "none"}),
         ("subject", "native.pipeline", {"schedule": "1f1b"}),
         ("subject", "native.pipeline", {"schedule": "zero_bubble"}),
+        ("subject", "native.pipeline", {"schedule": "zero_bubble_h2"}),
         ("peer", "torch.pipeline", {"schedule": "1f1b"}),
         ("peer", "torch.pipeline", {"schedule": "interleaved_1f1b", "chunks": 2}),
         ("peer", "torch.pipeline", {"schedule": "zero_bubble", "chunks": 2}),

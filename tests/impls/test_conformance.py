@@ -53,6 +53,7 @@ _SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"schedule": "gpipe", "partition": "uniform"},
         {"schedule": "zero_bubble"},
         {"schedule": "interleaved_1f1b", "chunks": 2, "direct_gradients": False},
+        {"schedule": "zero_bubble_h2"},
     ],
     "native.hybrid": [
         {},

@@ -53,7 +53,11 @@ def test_peers_compares_ours_over_both_transports_with_a_peer_and_the_floor_ever
         roles = {role: {case.label for case in cases if case.role == role} for role in ("subject", "floor", "peer")}
         strategy = cases[0].comparison
         ours, floor = OURS.get(strategy, (f"native.zero stage={strategy.removeprefix('zero_')}", "native.floor"))
-        variants = ("1f1b", "zero_bubble") if strategy == "pipeline_parallel" else ("", " transport=shared_memory")
+        variants = (
+            ("1f1b", "zero_bubble", "zero_bubble_h2")
+            if strategy == "pipeline_parallel"
+            else ("", " transport=shared_memory")
+        )
         assert roles["subject"] == {f"{ours}{variant}" for variant in variants}
         assert floor in roles["floor"]
         for case in cases:

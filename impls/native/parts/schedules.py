@@ -6,9 +6,10 @@
     1f1b       F . . . F F F B ...                              a backward as soon as there can be one
     interleaved_1f1b                                            several stages a rank: shorter waits, more messages
     zero_bubble                                                 weights' gradients where 1f1b waits
+    zero_bubble_h2                                              the same, further ahead: shorter waits, more memory
 
 Huang et al. 2019, "GPipe"; Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
-Megatron-LM" (1F1B, interleaved); Qi et al. 2023, "Zero Bubble Pipeline Parallelism" (ZB-H1).
+Megatron-LM" (1F1B, interleaved); Qi et al. 2023, "Zero Bubble Pipeline Parallelism" (ZB-H1, ZB-H2).
 """
 
 from __future__ import annotations
@@ -131,9 +132,12 @@ class ZeroBubble(_OneStage):
     hold their activations for fewer micro-batches under way, so that all hold `num_ranks` at most."""
 
     name = "zero_bubble"
+    lead: ClassVar[int] = (
+        1  # how many micro-batches a rank is ahead of the next one, and puts off more than that before
+    )
 
     def actions(self, rank: int) -> Iterator[Action]:
-        num_ahead = min(self.num_ranks - rank - 1, self.num_micro_batches)
+        num_ahead = min(self.lead * (self.num_ranks - rank - 1), self.num_micro_batches)
         num_put_off = 0
         weights = 0
         for micro_batch in range(self.num_micro_batches + num_ahead):
@@ -143,18 +147,35 @@ class ZeroBubble(_OneStage):
                 yield Action(rank, Kind.INPUT, micro_batch - num_ahead)
                 num_put_off += 1
                 is_ending = micro_batch >= self.num_micro_batches
-                if num_put_off > rank or is_ending:
+                if num_put_off > self.lead * rank or is_ending:
                     yield Action(rank, Kind.WEIGHT, weights)
                     weights, num_put_off = weights + 1, num_put_off - 1
         yield from (Action(rank, Kind.WEIGHT, micro_batch) for micro_batch in range(weights, self.num_micro_batches))
 
     def bubble(self, backward: float = 2.0, weights: float = 1.0) -> float:
-        wait = (self.num_ranks - 1) * max(0.0, 1.0 + backward - 2.0 * weights)
+        return self._bubble(max(0.0, 1.0 + backward - 2.0 * weights), backward)
+
+    def _bubble(self, wait_a_rank: float, backward: float) -> float:
+        wait = (self.num_ranks - 1) * wait_a_rank
         return wait / (self.num_micro_batches * (1.0 + backward) + wait)
 
 
+class ZeroBubbleH2(ZeroBubble):
+    """ZB-H2: goes forward twice as far ahead, so that no rank waits between its first action and its last; all hold up
+    to 2 * `num_ranks` - 1 micro-batches. What is left is that the last rank begins when the first micro-batch has come
+    to it: the update waits for every rank here."""
+
+    name = "zero_bubble_h2"
+    lead = 2
+
+    def bubble(self, backward: float = 2.0, weights: float = 1.0) -> float:
+        """Where there are 2 * `num_ranks` - 1 micro-batches or more, or all parts take as long."""
+        return self._bubble(1.0, backward)
+
+
 SCHEDULES: dict[str, type[Schedule]] = {
-    schedule.name: schedule for schedule in (GPipe, OneForwardOneBackward, InterleavedOneForwardOneBackward, ZeroBubble)
+    schedule.name: schedule
+    for schedule in (GPipe, OneForwardOneBackward, InterleavedOneForwardOneBackward, ZeroBubble, ZeroBubbleH2)
 }
 
 

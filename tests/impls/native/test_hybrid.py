@@ -134,7 +134,10 @@ def test_what_cannot_be_put_together_is_refused_before_any_process_starts(
     ("options", "message"),
     [
         ({"stage": 4}, "stage must be one of 0, 1, 2, 3, got 4"),
-        ({"schedule": "dfs"}, "schedule must be one of gpipe, 1f1b, interleaved_1f1b, zero_bubble, got 'dfs'"),
+        (
+            {"schedule": "dfs"},
+            "schedule must be one of gpipe, 1f1b, interleaved_1f1b, zero_bubble, zero_bubble_h2, got 'dfs'",
+        ),
         ({"stage": 2, "reshard_after_forward": False}, "reshard_after_forward is for stage 3, .* got stage 2"),
         ({"bucket_bytes": 0}, "bucket_bytes must be at least 1, got 0"),
     ],

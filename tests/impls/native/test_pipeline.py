@@ -118,7 +118,10 @@ def test_what_is_no_pipeline_is_refused_before_any_process_starts(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"schedule": "dfs"}, "schedule must be one of gpipe, 1f1b, interleaved_1f1b, zero_bubble, got 'dfs'"),
+        (
+            {"schedule": "dfs"},
+            "schedule must be one of gpipe, 1f1b, interleaved_1f1b, zero_bubble, zero_bubble_h2, got 'dfs'",
+        ),
         ({"schedule": "1f1b", "chunks": 2}, "1f1b: takes one stage a rank, got num_chunks 2"),
     ],
     ids=str,

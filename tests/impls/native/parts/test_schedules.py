@@ -42,7 +42,13 @@ def test_the_bubble_is_theorys(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "num_chunks", "bubble"),
-    [("gpipe", 1, 3 / 7), ("1f1b", 1, 3 / 7), ("interleaved_1f1b", 2, 3 / 11), ("zero_bubble", 1, 1 / 5)],
+    [
+        ("gpipe", 1, 3 / 7),
+        ("1f1b", 1, 3 / 7),
+        ("interleaved_1f1b", 2, 3 / 11),
+        ("zero_bubble", 1, 1 / 5),
+        ("zero_bubble_h2", 1, 1 / 5),
+    ],
 )
 def test_four_ranks_and_four_micro_batches(name: str, num_chunks: int, bubble: float) -> None:
     """By hand: a micro-batch takes 3, a rank works 12; it waits 9, 4.5, and 3."""
@@ -58,6 +64,17 @@ def test_activations_in_flight_are_bounded() -> None:
             assert most["gpipe"] == num_micro_batches
             assert most["1f1b"] == min(num_ranks - rank, num_micro_batches)
             assert most["zero_bubble"] <= min(num_ranks, num_micro_batches)
+            assert most["zero_bubble_h2"] <= min(2 * num_ranks - 1, num_micro_batches)
+
+
+def test_further_ahead_waits_less_where_a_backwards_parts_differ() -> None:
+    """The backward towards the inputs takes longer than that of the weights. By hand, two ranks and four micro-batches
+    of 24 + 30 + 24: the first rank waits 30 for its first gradient, and with H2 no longer than the last for its first
+    input."""
+    costs = {Kind.FORWARD: 24.0, Kind.INPUT: 30.0, Kind.WEIGHT: 24.0}
+    spans = {name: play(made(name, 2, 4).table(), 2, costs).makespan for name in ("zero_bubble", "zero_bubble_h2")}
+    assert spans == {"zero_bubble": 4 * 78 + 30, "zero_bubble_h2": 4 * 78 + 24}
+    assert made("zero_bubble_h2", 2, 4).bubble(backward=54 / 24, weights=1.0) == pytest.approx(24 / (4 * 78 + 24))
 
 
 def test_a_stage_holds_what_its_own_actions_leave_open() -> None:
