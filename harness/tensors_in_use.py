@@ -28,11 +28,16 @@ def names_by_storage(model: nn.Module, names: Iterable[str]) -> dict[int, list[s
     return found
 
 
-def tensors_in(value: object, _around: tuple[int, ...] = ()) -> Iterator[Tensor]:
-    """Every tensor in `value`, however nested in containers and dataclasses; what holds itself is entered once."""
+_PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
+
+
+def tensors_in(value: object, _entered: set[int] | None = None) -> Iterator[Tensor]:
+    """Every tensor in `value`, however nested in containers and dataclasses; a container is entered once, though it be
+    there several times or hold itself."""
     if isinstance(value, Tensor):
         yield value
         return
+    entered = set() if _entered is None else _entered
     items: Iterable[object] = ()
     if isinstance(value, Mapping):
         items = value.values()
@@ -40,9 +45,11 @@ def tensors_in(value: object, _around: tuple[int, ...] = ()) -> Iterator[Tensor]
         items = value
     elif is_dataclass(value) and not isinstance(value, type):
         items = vars(value).values() if hasattr(value, "__dict__") else ()
-    if items and id(value) not in _around:
+    if items and id(value) not in entered:
+        entered.add(id(value))
         for item in items:
-            yield from tensors_in(item, (*_around, id(value)))
+            if type(item) not in _PLAIN:  # a table of a hundred thousand numbers, say
+                yield from tensors_in(item, entered)
 
 
 def kept_in(module: nn.Module) -> Iterator[Tensor]:

@@ -36,7 +36,7 @@ from impls.native.parts.buffer_broadcasts import BufferBroadcasts
 from impls.native.parts.collectives import parameter_server_all_reduce, ring_all_reduce
 from impls.native.parts.direct_gradients import Place, TrainingTask, prepare_dry_run
 from impls.native.parts.flat_memory import copy_into
-from impls.native.parts.gradient_bucket import GradientBucket
+from impls.native.parts.gradient_bucket import GradientBucket, refusal_of_late
 from impls.native.parts.order_of_use import in_order_of_use
 from impls.native.parts.rank_model import Kinds, Passes, RankModel
 from impls.native.parts.shared_memory import Transport
@@ -100,8 +100,7 @@ class NativeDataParallel(Implementation):
         if options.get("reduction") == "parameter_server" and options.get("transport") != "shared_memory":
             summed, served = 0, (ranks - 1) * gradients
         if workload.synchronise_batch_norm:
-            sums = summed_bytes(workload.model_without_memory(), workload.precision.compute)
-            summed += workload.training.num_micro_batches * sums
+            summed += workload.training.num_micro_batches * summed_bytes(workload, layout.data)
         return all_reduce_wire_bytes(summed, ranks) + served + broadcast_wire_bytes(workload.buffer_bytes(), ranks)
 
     def __init__(
@@ -324,8 +323,8 @@ class NativeDataParallel(Implementation):
                 # Copied at once: the gradient is still in the cache, and its memory serves the next one.
                 copy_into(view, gradient) if self._claim(index, name) else view.add_(gradient)
             if self._is_last_micro_batch:
-                bucket.num_awaited -= 1
-                while self._next_to_reduce < len(self.buckets) and not self.buckets[self._next_to_reduce].num_awaited:
+                bucket.awaited.discard(name)
+                while self._next_to_reduce < len(self.buckets) and not self.buckets[self._next_to_reduce].awaited:
                     self._reduce_next()
                 self.sums.progress()
 
@@ -343,7 +342,7 @@ class NativeDataParallel(Implementation):
 
     def _refuse_late(self, index: int, name: str) -> None:
         if index < self._next_to_reduce:
-            raise RuntimeError(f"{self.whose}: {name} got a further gradient after its bucket's reduction had begun")
+            raise RuntimeError(refusal_of_late(self.whose, name))
 
     def _gather(self, index: int) -> None:
         bucket = self.buckets[index]

@@ -42,6 +42,7 @@ from impls.native.parts.buckets import refuse_sparse_gradients
 from impls.native.parts.buffer_broadcasts import BufferBroadcasts
 from impls.native.parts.direct_gradients import Place, TrainingTask
 from impls.native.parts.flat_memory import copy_into
+from impls.native.parts.gradient_bucket import refusal_of_late
 from impls.native.parts.gradient_shards import MAX_IN_FLIGHT
 from impls.native.parts.rank_model import Kinds, Passes, RankModel
 from impls.native.parts.sharded_bucket import ShardedBucket
@@ -168,6 +169,7 @@ class NativeShardedOptimizer(Implementation):
             workload,
             mesh,
             transport="process_group" if self.transport_fallback else transport,
+            whose=self.whose,
         )
         self.buckets: list[ShardedBucket] = self.memory.buckets
         self.units: UnitGathers | None = None
@@ -180,6 +182,7 @@ class NativeShardedOptimizer(Implementation):
                 watches_saved=len(self.plan.modules) > 1 and not self.plan.transforms_functions,
                 of_norms=self.plan.of_norms,
                 done_in_backward=self._reduce_unit,
+                whose=self.whose,
             )
         if workload.synchronise_batch_norm:
             on_call = {} if self.units is None else {"on_call": self.units.norm_is_called}
@@ -349,12 +352,13 @@ class NativeShardedOptimizer(Implementation):
                 self.units.enter_backward(self.plan.flats[index].unit)
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None and not self._is_open(index):
-                bucket.early[name] = gradient
+                # Backward passes within backward (re-entrant checkpoints) announce a parameter once each.
+                bucket.early[name] = gradient + bucket.early[name] if name in bucket.early else gradient
             elif gradient is not None:
                 # Copied at once: the gradient is still in the cache, and its memory serves the next one.
                 copy_into(view, gradient) if self._claim(index, name) else view.add_(gradient)
             if self._exchanges:
-                bucket.num_awaited -= 1
+                bucket.awaited.discard(name)
                 while self._is_due(self._next_to_reduce):
                     self._reduce_next()
                 self.memory.exchange.progress()
@@ -363,7 +367,7 @@ class NativeShardedOptimizer(Implementation):
 
     def _is_due(self, index: int) -> bool:
         """Whether the bucket's reduction can start within backward; see [Note: Peers that wait in backward]."""
-        if index == len(self.buckets) or self.buckets[index].num_awaited or self.plan.flats[index].unit:
+        if index == len(self.buckets) or self.buckets[index].awaited or self.plan.flats[index].unit:
             return False  # a block's wait until its parameters have made room
         if self._backward_synchronises:
             return self.stage < 3 and index < MAX_IN_FLIGHT and self._is_open(index)
@@ -381,7 +385,7 @@ class NativeShardedOptimizer(Implementation):
         """Before every write of a gradient to its bucket: True for the first one since the last exchange."""
         bucket = self.buckets[index]
         if index < self._next_to_reduce:
-            raise RuntimeError(f"{self.whose}: {name} got a further gradient after its bucket's reduction had begun")
+            raise RuntimeError(refusal_of_late(self.whose, name))
         if not bucket.filled:
             self.memory.exchange.reclaim(index)
         is_first = name not in bucket.filled

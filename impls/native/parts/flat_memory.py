@@ -48,8 +48,7 @@ def take(tensor: Tensor, category: MemoryCategory, num_bytes: int | None = None)
     if storage.nbytes() != wanted:
         if not storage.resizable():
             raise RuntimeError(
-                "native.zero: memory that is lent to flats in turn was handed to another library, by numpy() say; "
-                "hand it a clone"
+                "memory that is lent to flats in turn was handed to another library, by numpy() say; hand it a clone"
             )
         with lending(category):
             storage.resize_(0)  # nothing to carry over

@@ -48,7 +48,7 @@ class GradientBucket:
         self.small = {name: self.parameters[name] for name, v in self.gradient_views.items() if v.nbytes < small_bytes}
         self.filled: set[str] = set()
         self.unused: set[str] = set()
-        self.num_awaited = len(plan.segments)
+        self.awaited = {segment.parameter.name for segment in plan.segments}  # not announced by autograd yet
         self.pieces: Sequence[Piece] = ()
         self.scale_left: Tensor | None = None  # by which clipping has divided the gradients
         self._pointers = {name: parameter.data_ptr() for name, parameter in self.parameters.items()}
@@ -61,7 +61,7 @@ class GradientBucket:
         self.filled.clear()
         self.unused = set()
         self.scale_left = None
-        self.num_awaited = len(self.plan.segments)
+        self.awaited = {segment.parameter.name for segment in self.plan.segments}
         for parameter in self.small.values():
             parameter.grad = None  # from a backward pass outside of any step
 
@@ -130,3 +130,10 @@ class GradientBucket:
         piece = next(piece for piece in self.pieces if piece.start <= segment.start < piece.stop)
         first = piece.values[segment.start - piece.start]
         return bool(first.eq(0) & first.signbit())
+
+
+def refusal_of_late(whose: str, name: str) -> str:
+    return (
+        f"{whose}: {name} got a further gradient after its bucket's reduction had begun; where re-entrant checkpoints "
+        f"use it several times, pass use_reentrant=False"
+    )

@@ -52,7 +52,7 @@ class ShardedBucket:
         self.used: set[str] = set()  # in this step, by this rank
         self.unused: set[str] = set()  # in this step, by all ranks, of those that reach into this shard
         self.early: dict[str, Tensor] = {}  # gradients that came before the slot was free
-        self.num_awaited = 0
+        self.awaited: set[str] = set()  # parameters that autograd has not announced since the last exchange
         self.scale_left: Tensor | None = None  # by which clipping has divided the gradients
 
     @property
@@ -69,7 +69,7 @@ class ShardedBucket:
     def start_filling(self) -> None:
         """What comes from now on belongs to the next exchange."""
         self.filled.clear()
-        self.num_awaited = len(self.plan.bucket.segments)
+        self.awaited = {segment.parameter.name for segment in self.plan.bucket.segments}
 
     def mark_unused(self) -> None:
         """Before an exchange."""

@@ -33,9 +33,9 @@ class ShardedMemory:
     rank keeps its shards alone. `buckets` are the trained flats, in the plan's order."""
 
     def __init__(
-        self, plan: ZeroPlan, module: nn.Module, workload: Workload, mesh: Mesh, *, transport: Transport
+        self, plan: ZeroPlan, module: nn.Module, workload: Workload, mesh: Mesh, *, transport: Transport, whose: str
     ) -> None:
-        self._plan = plan
+        self._plan, self._whose = plan, whose
         self._workload = workload
         self._group = mesh.group("shard", lane=_NORMS)
         self._rank, self._num_ranks = self._group.rank(), self._group.size()
@@ -155,8 +155,8 @@ class ShardedMemory:
             moved = parameter.numel() and parameter.data_ptr() != self._pointers[name]
             if current.get(name) is not parameter or moved:
                 raise RuntimeError(
-                    f"parameter {name} was replaced after native.zero took it over: it is no longer the tensor that is "
-                    f"gathered and stepped"
+                    f"parameter {name} was replaced after {self._whose} took it over: it is no longer the tensor that "
+                    f"is gathered and stepped"
                 )
 
     def tensors(self) -> dict[MemoryCategory, Iterable[Tensor]]:

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from harness.implementation import Preparation
+from harness.workload import Workload, in_compute_precision
+from impls.native.parts.order_of_use import first_inputs, forward_without_values
 
 Before = Callable[[], None]
 """What to do before a layer waits for its peers in backward."""
@@ -45,10 +47,20 @@ def prepared_alone(prepare: Preparation) -> Preparation:
     return prepare_both
 
 
-def summed_bytes(model: nn.Module, compute: torch.dtype) -> int:
-    """The bytes that a forward and a backward of a `model` in `compute` dtype sum over the ranks: two statistics a
-    channel and one count, and the gradients of all of these."""
-    channels = [module.num_features for module in model.modules() if isinstance(module, _BatchNorm)]
+def summed_bytes(workload: Workload, data_degree: int) -> int:
+    """The bytes that the forward and the backward of a micro-batch sum over the ranks: for each call of a BatchNorm in
+    training two statistics a channel and one count, and the gradients of all of these. Where the model does not run
+    without values each is taken to be called once."""
+    compute = workload.precision.compute
+    model = in_compute_precision(workload, workload.model_without_memory())
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.training]
+    channels: list[int] = []
+    for norm in norms:
+        norm.register_forward_pre_hook(lambda called, _: channels.append(called.num_features))
+    try:
+        forward_without_values(model, first_inputs(workload, data_degree))
+    except Exception:  # whatever a model does with tensors that have no values
+        channels = [norm.num_features for norm in norms]
     return sum(2 * (2 * num_channels + 1) for num_channels in channels) * _statistics_dtype(compute).itemsize
 
 

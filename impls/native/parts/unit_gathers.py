@@ -86,7 +86,9 @@ class UnitGathers:
         watches_saved: bool,
         of_norms: Sequence[int],
         done_in_backward: Callable[[int], None],
+        whose: str,
     ) -> None:
+        self._whose = whose
         self._units = units
         self._gathers = gathers
         self._reshards = reshards
@@ -237,7 +239,8 @@ class UnitGathers:
         name = self._units[unit].name
         if self._is_backward and unit < self._backward_at:
             return (
-                f"native.zero: {name} is called again after its parameters were freed, in backward: of the blocks that "
+                f"{self._whose}: {name} is called again after its parameters were freed, in backward: of the blocks "
+                f"that "
                 f"a checkpoint computes again two are there at a time, and one where it is re-entrant; checkpoint "
                 f"fewer at once, or keep them with reshard_after_forward=false"
             )
@@ -249,7 +252,7 @@ class UnitGathers:
         else:
             found = f"{name} is called after {self._units[self._num_entered - 1].name}, and was called before that"
         return (
-            f"native.zero: {found} when the model was looked at: stage 3 gathers blocks that are called once, in one "
+            f"{self._whose}: {found} when the model was looked at: stage 3 gathers blocks that are called once, in one "
             f"order; leave others out of the workload's blocks"
         )
 
@@ -285,7 +288,7 @@ class UnitGathers:
         for name, parameter, view in self._units[unit].places:
             if parameter._version != self._versions[name]:
                 raise RuntimeError(
-                    f"native.zero: the model writes to parameter {name} in place; under stage 3 that is lost, since "
+                    f"{self._whose}: the model writes to parameter {name} in place; under stage 3 that is lost, since "
                     f"parameters are copies that come and go"
                 )
             if view.dtype not in self._away:

@@ -41,8 +41,8 @@ class Unit:
 class UnitPlan:
     """The units in the order in which forward enters them, the root first; a unit without parameters is left out, even
     the root. `untraced_because` says why everything is in the root unit, if the model asks for values;
-    `transforms_functions` if forward runs torch.func. `of_norms` has for each call of a BatchNorm, in order, how many
-    of the blocks that are units forward has come to by then."""
+    `transforms_functions` if forward runs torch.func. `of_norms` has for each call of a BatchNorm in training, in
+    order, how many of the blocks that are units forward has come to by then."""
 
     units: tuple[Unit, ...]
     of_norms: tuple[int, ...] = ()
@@ -152,7 +152,7 @@ class _Trace:
             block.register_forward_hook(self._leave, always_call=True)
         for module in model.modules():
             if isinstance(module, _BatchNorm):
-                module.register_forward_pre_hook(lambda *_: self.of_norms.append(len(self.num_entries)))
+                module.register_forward_pre_hook(self._call_norm)
 
     def run(self, inputs: Tensor) -> None:
         with _Functions(self.note), Operations(self.note):
@@ -165,6 +165,10 @@ class _Trace:
         for tensor in tensors_in(value):
             for name in self._names_by_storage.get(storage_key(tensor), ()):
                 self.uses.setdefault(name, set()).add(tuple(self._active))
+
+    def _call_norm(self, norm: nn.Module, _: object) -> None:
+        if norm.training:  # one that a model keeps in evaluation waits for nobody
+            self.of_norms.append(len(self.num_entries))
 
     def _enter(self, block: nn.Module, _: object) -> None:
         self.num_entries[block] += 1

@@ -106,8 +106,8 @@ def wire_bytes(plan: ZeroPlan, workload: Workload, layout: Layout) -> int:
     if training.checks_norm:
         sent += others * _NORM_BYTES
     if workload.synchronise_batch_norm:
-        sums = summed_bytes(workload.model_without_memory(), workload.precision.compute)
-        sent += all_reduce_wire_bytes(training.num_micro_batches * sums, layout.data)
+        sums = training.num_micro_batches * summed_bytes(workload, layout.data)
+        sent += all_reduce_wire_bytes(sums, layout.data)
     return sent + broadcast_wire_bytes(workload.buffer_bytes(), layout.data)
 
 
