@@ -35,11 +35,11 @@ def rank_costs(workload: Workload, stages: Sequence[range], num_ranks: int) -> t
     parameters = logical_parameters(chain.model, workload.decays)
     held = [tuple(p for p in parameters if rank in holders.get(p.name, ())) for rank in range(num_ranks)]
     sent = _message_bytes(workload, stages, num_ranks)
-    tied = [p for p in parameters if len(holders.get(p.name, ())) > 1]
-    tie_ranks = sorted({rank for p in tied for rank in holders[p.name]})
-    summed = replicated_state_bytes(tied, workload.precision, workload.training.num_moments)["gradients"]
-    for rank in tie_ranks:
-        sent[rank] += all_reduce_wire_bytes(summed, len(tie_ranks))
+    for ranks in {tuple(sorted(of_one)) for of_one in holders.values() if len(of_one) > 1}:
+        tied = [p for p in parameters if tuple(sorted(holders.get(p.name, ()))) == ranks]
+        summed = replicated_state_bytes(tied, workload.precision, workload.training.num_moments)["gradients"]
+        for rank in ranks:
+            sent[rank] += all_reduce_wire_bytes(summed, len(ranks))
     norm = (num_ranks - 1) * _NORM_BYTES if workload.training.checks_norm else 0
     return tuple(RankCosts(parameters=p, sent_bytes=s + norm) for p, s in zip(held, sent, strict=True))
 

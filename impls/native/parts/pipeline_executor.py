@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from harness.chain import Border
+from harness.implementation import phase
 from harness.pipeline_marks import pipeline_action
 from impls.native.parts.direct_gradients import TrainingTask
 from impls.native.parts.pipeline_actions import Action, Kind
@@ -108,7 +109,8 @@ class Executor:
         for tensor, shape in zip(inputs, run.inputs[micro_batch] if stage else (), strict=True):
             tensor.requires_grad_(shape.carries_gradient)
         run.begin(micro_batch)
-        outputs = run.forward(micro_batch, inputs)
+        with phase("forward"):
+            outputs = run.forward(micro_batch, inputs)
         self._alive[stage, micro_batch] = _Alive(inputs=inputs, outputs=outputs)
         return outputs
 

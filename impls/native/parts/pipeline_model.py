@@ -56,16 +56,16 @@ class PipelineStages(RankModel):
         self._borders: dict[tuple[int, ...], tuple[Border, ...]] = {}
         rank_of = [stage % schedule.num_ranks for stage in range(len(stages))]
         holders = holders_of(self.module, blocks, stages, rank_of)
-        self._tied = {name for name, ranks in holders.items() if len(ranks) > 1}
-        self._tie_ranks = sorted({rank for name in self._tied for rank in holders[name]})
-        self._ties = make_ties(self._tie_ranks) if self._tied else None
+        self._holders = {name: tuple(sorted(ranks)) for name, ranks in holders.items()}
+        several = sorted({ranks for ranks in self._holders.values() if len(ranks) > 1})
+        self._ties = {ranks: make_ties(ranks) for ranks in several}
         keep_parameters(self.module, {name for name, ranks in holders.items() if self._rank in ranks})
         kept = {name for name, _ in self.module.named_parameters()}
         self.parameters = tuple(parameter for parameter in whole.parameters if parameter.name in kept)
         self._messages = messages(group, whole.device)
 
     def kinds(self, name: str) -> Kinds:
-        return (*self._slice.kinds(name), "partial" if name in self._tied else "own")
+        return (*self._slice.kinds(name), self._holders[name])
 
     def forward_backward(self, batch: Batch, task: TrainingTask, passes: Passes) -> tuple[Tensor | None, int]:
         losses: list[Tensor] = []
@@ -92,15 +92,16 @@ class PipelineStages(RankModel):
         self._slice.write_directly(places, task)
 
     def sum_partial(self, kinds: Kinds, gradients: Tensor) -> None:
-        *of_slice, along_pipeline = kinds
+        *of_slice, holders = kinds
         self._slice.sum_partial(tuple(of_slice), gradients)
-        if along_pipeline == "partial":
-            dist.all_reduce(gradients, group=self._ties)
+        if holders in self._ties:
+            # Ranks come to the sums that they have in common in one order: that of the buckets, of the model's use.
+            dist.all_reduce(gradients, group=self._ties[holders])
 
     def counts(self, kinds: Kinds) -> bool:
-        *of_slice, along_pipeline = kinds
-        is_first = along_pipeline == "own" or self._rank == self._tie_ranks[0]
-        return is_first and self._slice.counts(tuple(of_slice))
+        *of_slice, holders = kinds
+        assert isinstance(holders, tuple)
+        return self._rank == holders[0] and self._slice.counts(tuple(of_slice))
 
     def norm_over_slices(self, own: Tensor) -> Tensor:
         return norm_over_ranks(self._slice.norm_over_slices(own).to(self.device), self._group)

@@ -29,8 +29,9 @@ Kind = Literal["own", "alike", "partial"]
     partial    they hold the same, and its gradient is the sum of theirs
 """
 
-Kinds = tuple[Kind, ...]
-"""One for each axis along which the model is cut, the innermost first."""
+Kinds = tuple[Kind | tuple[int, ...], ...]
+"""One for each axis along which the model is cut, the innermost first. Along the pipeline it is the ranks that hold the
+parameter: where there are several, its gradient is the sum of theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -140,6 +140,17 @@ def skipping() -> Workload:
     return _workload(model, 2)
 
 
+def crossing_ties() -> Workload:
+    """Two weights, each used by two blocks with one between: cut, different stages hold each of them."""
+
+    def model() -> nn.Module:
+        blocks = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+        blocks[2].weight, blocks[3].weight = blocks[0].weight, blocks[1].weight
+        return nn.Sequential(*blocks)
+
+    return _workload(model, 3)
+
+
 def _workload(
     model: Callable[[], nn.Module], num_micro_batches: int, *, length: int | None = None, width: int = WIDTH
 ) -> Workload:

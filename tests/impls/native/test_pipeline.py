@@ -46,6 +46,8 @@ def test_any_number_of_micro_batches(worlds: Worlds, options: dict[str, Any], nu
         ("several_tensors", 2, {"schedule": "interleaved_1f1b", "chunks": 2, "partition": "uniform"}),
         ("empty_stage", 3, {"partition": "uniform"}),
         ("frozen_start", 3, {"schedule": "gpipe", "partition": "uniform"}),
+        ("crossing_ties", 4, {"partition": "uniform"}),
+        ("crossing_ties", 3, {"partition": "uniform", "schedule": "zero_bubble"}),
         ("changing_lengths", 3, {"partition": "uniform"}),
         ("changing_lengths", 2, {"schedule": "zero_bubble", "partition": "uniform"}),
     ],

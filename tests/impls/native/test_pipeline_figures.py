@@ -70,6 +70,12 @@ def test_bytes_of_ties_and_of_the_norm(instrumented: Instrumented, precision: st
     assert sent_bytes(instrumented, case) == predicted_bytes(case)
 
 
+def test_bytes_of_ties_between_several_stages(instrumented: Instrumented) -> None:
+    """Each is summed by those that hold it: of three ranks the first two have one, the first and the last the other."""
+    case = make_case(3, f"{CHAINS}:crossing_ties", partition="uniform")
+    assert sent_bytes(instrumented, case) == predicted_bytes(case)
+
+
 def test_what_carries_no_gradient_is_sent_forward_only(instrumented: Instrumented) -> None:
     case = make_case(4, f"{CHAINS}:several_tensors", partition="uniform")
     forward, back = 8 * (6 * 4 + 6 * 8 + 4), 8 * 6 * 4  # activations, a mask of whole numbers, a constant
