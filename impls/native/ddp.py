@@ -323,12 +323,15 @@ class NativeDataParallel(Implementation):
                 # Copied at once: the gradient is still in the cache, and its memory serves the next one.
                 copy_into(view, gradient) if self._claim(index, name) else view.add_(gradient)
             if self._is_last_micro_batch:
-                bucket.awaited.discard(name)
-                while self._next_to_reduce < len(self.buckets) and not self.buckets[self._next_to_reduce].awaited:
+                bucket.announcements.announce(name)
+                while self._is_due(self._next_to_reduce):
                     self._reduce_next()
                 self.sums.progress()
 
         self._hooks.append(self.parameters[name].register_post_accumulate_grad_hook(gradient_is_ready))
+
+    def _is_due(self, index: int) -> bool:
+        return index < len(self.buckets) and self.buckets[index].announcements.all_are_made
 
     def _claim(self, index: int, name: str) -> bool:
         """Before every write of a large gradient to its bucket: True for the first one of this step."""

@@ -358,7 +358,7 @@ class NativeShardedOptimizer(Implementation):
                 # Copied at once: the gradient is still in the cache, and its memory serves the next one.
                 copy_into(view, gradient) if self._claim(index, name) else view.add_(gradient)
             if self._exchanges:
-                bucket.awaited.discard(name)
+                bucket.announcements.announce(name)
                 while self._is_due(self._next_to_reduce):
                     self._reduce_next()
                 self.memory.exchange.progress()
@@ -367,7 +367,11 @@ class NativeShardedOptimizer(Implementation):
 
     def _is_due(self, index: int) -> bool:
         """Whether the bucket's reduction can start within backward; see [Note: Peers that wait in backward]."""
-        if index == len(self.buckets) or self.buckets[index].awaited or self.plan.flats[index].unit:
+        if (
+            index == len(self.buckets)
+            or not self.buckets[index].announcements.all_are_made
+            or self.plan.flats[index].unit
+        ):
             return False  # a block's wait until its parameters have made room
         if self._backward_synchronises:
             return self.stage < 3 and index < MAX_IN_FLIGHT and self._is_open(index)

@@ -11,7 +11,7 @@ first element is sent as -0.0, a used one's never is, and only -0.0 + -0.0 is -0
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ class GradientBucket:
         self.small = {name: self.parameters[name] for name, v in self.gradient_views.items() if v.nbytes < small_bytes}
         self.filled: set[str] = set()
         self.unused: set[str] = set()
-        self.awaited = {segment.parameter.name for segment in plan.segments}  # not announced by autograd yet
+        self.announcements = Announcements(segment.parameter.name for segment in plan.segments)
         self.pieces: Sequence[Piece] = ()
         self.scale_left: Tensor | None = None  # by which clipping has divided the gradients
         self._pointers = {name: parameter.data_ptr() for name, parameter in self.parameters.items()}
@@ -61,7 +61,7 @@ class GradientBucket:
         self.filled.clear()
         self.unused = set()
         self.scale_left = None
-        self.awaited = {segment.parameter.name for segment in self.plan.segments}
+        self.announcements.begin()
         for parameter in self.small.values():
             parameter.grad = None  # from a backward pass outside of any step
 
@@ -130,6 +130,26 @@ class GradientBucket:
         piece = next(piece for piece in self.pieces if piece.start <= segment.start < piece.stop)
         first = piece.values[segment.start - piece.start]
         return bool(first.eq(0) & first.signbit())
+
+
+class Announcements:
+    """Of the parameters named, as autograd announces their gradients. One that is announced again (each re-entrant
+    checkpoint is a backward of its own) may be so once more: then `all_are_made` is not known before backward ends."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = frozenset(names)
+        self.begin()
+
+    def begin(self) -> None:
+        self._awaited, self._came_again = set(self._names), False
+
+    def announce(self, name: str) -> None:
+        self._came_again |= name not in self._awaited
+        self._awaited.discard(name)
+
+    @property
+    def all_are_made(self) -> bool:
+        return not self._awaited and not self._came_again
 
 
 def refusal_of_late(whose: str, name: str) -> str:

@@ -17,6 +17,7 @@ from harness.workload import Workload
 from impls.native.parts.bucket_sums import Piece
 from impls.native.parts.buckets import view_like
 from impls.native.parts.flat_optimizer import FlatOptimizer
+from impls.native.parts.gradient_bucket import Announcements
 from impls.native.parts.shards import ShardedPlan
 
 
@@ -52,7 +53,7 @@ class ShardedBucket:
         self.used: set[str] = set()  # in this step, by this rank
         self.unused: set[str] = set()  # in this step, by all ranks, of those that reach into this shard
         self.early: dict[str, Tensor] = {}  # gradients that came before the slot was free
-        self.awaited: set[str] = set()  # parameters that autograd has not announced since the last exchange
+        self.announcements = Announcements(segment.parameter.name for segment in plan.bucket.segments)
         self.scale_left: Tensor | None = None  # by which clipping has divided the gradients
 
     @property
@@ -69,7 +70,7 @@ class ShardedBucket:
     def start_filling(self) -> None:
         """What comes from now on belongs to the next exchange."""
         self.filled.clear()
-        self.awaited = {segment.parameter.name for segment in self.plan.bucket.segments}
+        self.announcements.begin()
 
     def mark_unused(self) -> None:
         """Before an exchange."""

@@ -51,6 +51,21 @@ class InSegments(nn.Module):
         return output
 
 
+class OneLayerInAllSegments(nn.Module):
+    """One layer belongs to the model, and every re-entrant checkpoint uses it: each is a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.stem = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.tanh(self.stem(torch.tanh(self.shared(x))))
+        for block in self.blocks:
+            x = checkpoint(lambda x, b=block: x + torch.tanh(b(x)) + torch.tanh(self.shared(x)), x, use_reentrant=True)
+        return x
+
+
 class Reordered(nn.Module):
     """Looked at, it calls its blocks in turn; when it trains, in the order given, be it one of them twice."""
 
@@ -84,6 +99,10 @@ def reentrant_pairs() -> Workload:
 
 def reentrant() -> Workload:
     return _workload(lambda: InSegments(1, reentrant=True), lambda model: list(model.blocks))
+
+
+def one_layer() -> Workload:
+    return _workload(OneLayerInAllSegments, lambda model: list(model.blocks))
 
 
 def whole_numbers() -> Workload:

@@ -140,16 +140,28 @@ class Sometimes(nn.Module):
         return Parcel(_with_sometimes(self.sometimes, parcel.hidden, parcel.hidden))
 
 
+class FrozenNorm(nn.BatchNorm1d):
+    """Never trains, whatever the model does."""
+
+    def train(self, mode: bool = True) -> FrozenNorm:
+        return super().train(False)
+
+
 class PackedNorms(nn.Module):
-    """Norms in blocks, and in the model itself between blocks that not every rank calls."""
+    """Norms in blocks, and in the model itself between blocks that not every rank calls; some that stay as they are,
+    and one that is called twice."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(kind() for kind in (*[PackedNorm] * 3, *[Sometimes] * 2, PackedNorm))
+        self.frozen = nn.ModuleList(FrozenNorm(WIDTH, affine=False) for _ in range(3))
         self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH, affine=False) for _ in range(7))
 
     def forward(self, x: Tensor) -> Tensor:
-        parcel = Parcel(_beside_sign(x, self.norms[0](x)))
+        for norm in self.frozen:
+            x = _beside_sign(x, norm(x))
+        # The same statistics twice in a forward.
+        parcel = Parcel(_beside_sign(x, self.norms[0](torch.tanh(self.norms[0](x)))))
         for block, norm in zip(self.blocks, self.norms[1:], strict=True):
             if isinstance(block, PackedNorm) or _uses_sometimes(x):
                 parcel = block(parcel)

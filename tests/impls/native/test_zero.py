@@ -56,6 +56,18 @@ def test_stage_3_trains_blocks_that_backward_calls_again_and_whole_numbers(
     assert parity.ok, parity.explanation
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"stage": 1}, {"stage": 2}, {"stage": 2, "bucket_bytes": 1}, {"stage": 3, "bucket_bytes": 1}],
+    ids=str,
+)
+def test_gradients_of_backwards_within_backward_add_up(worlds: Worlds, options: dict[str, Any]) -> None:
+    """Whether their bucket has room for them or not before the last, which nobody can tell from the first."""
+    text = f"{HERE / 'called_in_backward.py'}:one_layer"
+    parity = worlds.parity(parity_case(text, "native.zero", 2, options=options, precision="fp64"))
+    assert parity.ok, parity.explanation
+
+
 @pytest.mark.parametrize("name", ["triples", "reentrant_pairs"])
 def test_stage_3_refuses_more_blocks_in_one_checkpoint_than_it_holds(worlds: Worlds, name: str) -> None:
     """Fewer are `pairs` and `reentrant` above."""
@@ -198,8 +210,7 @@ def test_views_kept_from_construction_are_named(worlds: Worlds, name: str, optio
 
 
 @pytest.mark.parametrize("options", STAGES, ids=str)
-@pytest.mark.parametrize("transport", ["process_group", "shared_memory"])
-@pytest.mark.parametrize("num_micro_batches", [1, 2])
+@pytest.mark.parametrize(("transport", "num_micro_batches"), [("process_group", 1), ("shared_memory", 2)])
 @pytest.mark.parametrize("name", ["normed", "packed_norms"])
 def test_ranks_that_use_fewer_parameters_hold_up_no_synchronised_batch_norm(
     worlds: Worlds, name: str, options: dict[str, Any], transport: str, num_micro_batches: int
