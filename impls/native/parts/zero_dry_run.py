@@ -16,7 +16,6 @@ from harness.tensors_in_use import tensors_in
 from harness.workload import Workload
 from impls.native.parts.direct_gradients import Place, TrainingTask, write_directly
 from impls.native.parts.gradient_shards import MAX_IN_FLIGHT, staging_bytes
-from impls.native.parts.ordered_sum import BLOCK_BYTES
 from impls.native.parts.zero_costs import comes_late, gradient_flats, parameter_flats
 from impls.native.parts.zero_plan import ZeroPlan
 
@@ -40,7 +39,6 @@ class LentInBackward:
         self._early: dict[int, list[Tensor]] = {}
         self._sums: list[Tensor] = []
         self._filling: dict[int, Tensor] = {}  # the memory of a flat's slot
-        self._adds: dict[int, bool] = {}  # whether the sum of a flat in flight is added to an earlier one
         self._in_flight: dict[int, Tensor] = {}  # room for a flat's pieces, the oldest first
         self._occupants: dict[int, int] = {}  # of units' slots
         self._parameters: dict[int, Tensor] = {}  # by the slot of a flat
@@ -163,14 +161,12 @@ class LentInBackward:
             self._flats[index], self._num_ranks, takes_one=is_first_sum, shares_memory=self._shares_memory
         )
         self._in_flight[index] = self._memory(num_bytes)
-        self._adds[index] = not is_first_sum
         if self._num_ranks == 1:
             self._finish(index)
 
     def _finish(self, index: int) -> None:
-        """The exchange of the flat is over: summed in a block, unless two summands become the sum."""
-        if self._num_ranks > 2 or (self._adds.pop(index) and self._num_ranks == 2):
-            self._memory(min(self._flats[index].shard_bytes, BLOCK_BYTES))
+        """The exchange of the flat is over. The block in which sums of several are made (256 KiB at most) is not
+        foreseen."""
         del self._in_flight[index]
         self._filling.pop(index, None)
 
