@@ -23,6 +23,7 @@ from harness.data import IGNORE_INDEX, Dataset, shuffled_index
 from harness.parameters import decay_matrices
 from harness.precision import PRECISIONS, Precision
 from harness.tensor_plan import TensorPlanner, check_divides, resolve
+from harness.tensor_regions import check_regions
 
 OptimizerName = Literal["adamw", "sgd"]
 ScheduleName = Literal["constant", "linear", "cosine"]
@@ -306,9 +307,13 @@ class Workload:
             return f"workload {self.name} has no tensor plan: it does not say which layers to cut, and how"
         if self.draws_in_regions and tensor_degree > 1:
             return "dropout within a cut layer draws other masks than one process does, so that nothing can be compared"
-        model = self.model_without_memory()
+        model = in_compute_precision(self, self.model_without_memory())
+        smallest = self.training.global_batch_size // self.training.num_micro_batches
         try:
-            check_divides(model, resolve(model, self.tensor_plan(model)), tensor_degree)
+            plan = resolve(model, self.tensor_plan(model))
+            check_divides(model, plan, tensor_degree)
+            if tensor_degree > 1:
+                check_regions(model, plan, self._samples(range(min(max(smallest, 1), 2)))[0])
         except ValueError as error:
             return str(error)
         return None

@@ -33,8 +33,8 @@ _ACTIVATIONS, _REST = 0, 1  # lanes: what is asked for between steps waits for n
 class NativeTensorParallel(NativeDataParallel):
     """`transport="shared_memory"` exchanges activations through mapped memory where the ranks of a slice share a
     machine, and falls back to the process group elsewhere; "none": no training then, but the floor under this very
-    code. `sequence_parallel` cuts along the sequence what lies
-    between the cut layers: less memory for activations, as many bytes."""
+    code. `sequence_parallel` cuts along the sequence what lies between the cut layers: less memory for activations, as
+    many bytes."""
 
     strategy = "tensor_parallel"
     whose: ClassVar[str] = "native.tensor"
@@ -47,7 +47,9 @@ class NativeTensorParallel(NativeDataParallel):
             return f"tensor parallelism takes a tensor degree alone, got {layout}"
         if options.get("sequence_parallel", False) and workload.uses_random_numbers and layout.tensor > 1:
             return "dropout on a piece of the sequence draws other masks than one process does on all of it"
-        return tensor_model.why_not(workload, layout.tensor)
+        return tensor_model.why_not(
+            workload, layout.tensor, cuts_sequence=bool(options.get("sequence_parallel", False)) and layout.tensor > 1
+        )
 
     @classmethod
     def predicted_memory(

@@ -54,10 +54,11 @@ class Cut:
 
 def cuts_of(model: nn.Module, plan: ResolvedPlan, degree: int) -> dict[str, Cut]:
     """How each parameter that is cut is cut, by all of its names. ValueError with every number where units do not
-    divide by the degree, or where a tied parameter would be cut in two ways."""
+    divide by the degree, or where a tied parameter would be cut in two ways or at one of its names only."""
     check_divides(model, plan, degree)
     cuts: dict[str, Cut] = {}
     by_parameter: dict[int, Cut] = {}
+    names: dict[int, str] = {}
     for name, role in plan.roles.items():
         for kind, parameter in model.get_submodule(name).named_parameters(recurse=False):
             cut = _cut(role, kind, parameter, degree)
@@ -66,6 +67,13 @@ def cuts_of(model: nn.Module, plan: ResolvedPlan, degree: int) -> dict[str, Cut]
             if by_parameter.setdefault(id(parameter), cut) != cut:
                 raise ValueError(f"tensor plan: {name}.{kind} is tied to a parameter that is cut in another way")
             cuts[f"{name}.{kind}"] = cut
+            names.setdefault(id(parameter), f"{name}.{kind}")
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in by_parameter and name not in cuts:
+            raise ValueError(
+                f"tensor plan: {name} is tied to {names[id(parameter)]}, which is cut, and has no role: expected the "
+                "plan to name both"
+            )
     return cuts
 
 

@@ -14,6 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from harness.data import IGNORE_INDEX
+from harness.tensors_in_use import storage_key
+from harness.workload import Workload, in_compute_precision
+from impls.native.parts.order_of_use import first_inputs, forward_without_values
 from impls.native.parts.tensor_layers import CutLayer, TensorContext
 
 
@@ -28,6 +31,27 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, first: int, context: Tens
     bits on all ranks."""
     total: Tensor = _CrossEntropy.apply(logits, targets, first, context)  # type: ignore[no-untyped-call]
     return total
+
+
+def yields_logits(workload: Workload, name: str, data_degree: int) -> bool:
+    """Whether what the workload's model yields is what its layer `name` yields, with the whole vocabulary and nothing
+    done to it; not where the model does not run without values."""
+    made: list[tuple[Tensor, int]] = []
+    try:
+        model = in_compute_precision(workload, workload.model_without_memory())
+        head = model.get_submodule(name)
+        head.register_forward_hook(lambda module, inputs, output: made.append((output, output._version)))
+        output = forward_without_values(model, first_inputs(workload, data_degree))
+    except Exception:  # whatever a model does with tensors that have no values
+        return False
+    if not isinstance(output, Tensor) or len(made) != 1:
+        return False
+    logits, version = made[0]
+    return (
+        storage_key(output) == storage_key(logits)
+        and output._version == version
+        and (output.shape[-1], output.stride(-1)) == (logits.shape[-1], logits.stride(-1))
+    )
 
 
 class _Embedding(torch.autograd.Function):

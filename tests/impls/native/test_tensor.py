@@ -4,6 +4,8 @@ refuses."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +18,7 @@ from harness.layout import Layout
 from harness.measure import communication
 from harness.measure.memory import MemoryReport
 from harness.measure.predicted_memory import registry
+from harness.tensor_plan import ColumnParallel, RowParallel
 from tests.conftest import parity_case
 from tests.impls.test_figures import Instrumented, work_of
 
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from tests.conftest import Worlds
 
 TRANSPORTS = ("process_group", "shared_memory")
+PROBABILITIES = f"{Path(__file__).parent / 'workloads.py'}:probabilities"
 GPT = "gpt:size=tiny,num_micro_batches=2"
 
 
@@ -101,6 +105,15 @@ def test_dropout_between_regions_is_that_of_one_process(worlds: Worlds, transpor
     assert parity.ok, parity.explanation
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_what_a_model_does_across_the_vocabulary_sees_all_of_it(worlds: Worlds, sequence_parallel: bool) -> None:
+    options = {"sequence_parallel": sequence_parallel}
+    layout = Layout(tensor=2)
+    case = parity_case(PROBABILITIES, "native.tensor", 2, layout=layout, options=options, precision="fp64")
+    parity = worlds.parity(case)
+    assert parity.ok, parity.explanation
+
+
 @pytest.mark.parametrize("precision", ["bf16", "bf16_fp32_gradients"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_low_precision_stays_within_its_envelope(worlds: Worlds, precision: str, sequence_parallel: bool) -> None:
@@ -139,3 +152,15 @@ def test_what_cannot_be_cut_is_refused_before_any_process_starts(workload: str, 
     reason = load("native.tensor").unsupported(models.load(workload), layout, torch.device("cpu"), options)
     assert reason is not None
     assert reason.startswith(message), reason
+
+
+def test_a_cut_sequence_needs_a_head_that_puts_it_together() -> None:
+    plan = {"*.perceptron.projection": RowParallel(), "*.expansion": ColumnParallel()}
+    workload = replace(models.load(GPT), tensor_plan=lambda model: plan)
+    reasons = [
+        load("native.tensor").unsupported(workload, Layout(tensor=2), torch.device("cpu"), {"sequence_parallel": value})
+        for value in (False, True)
+    ]
+    assert reasons[0] is None
+    assert reasons[1] is not None
+    assert reasons[1].startswith("sequence_parallel needs a vocabulary-parallel head")

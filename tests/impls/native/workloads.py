@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from harness.models.awkward.samples import arranged, feature_samples, squared_error_sum
+from harness.models import gpt
+from harness.models.awkward.samples import arranged, feature_samples, squared_error_sum, token_samples
+from harness.tensor_plan import under
 from harness.workload import Training, Workload
 
 NUM_MICRO_BATCHES = 256
@@ -109,4 +111,29 @@ def _regression(model: object, *, inputs: Tensor | None = None, **training: obje
         training=Training(global_batch_size=8, num_micro_batches=2, **training),  # type: ignore[arg-type]
         loss=squared_error_sum,
         unit="samples",
+    )
+
+
+class Probabilities(nn.Module):
+    """A decoder whose forward ends across its vocabulary."""
+
+    def __init__(self, shape: gpt.Shape) -> None:
+        super().__init__()
+        self.decoder = gpt.decoder(shape)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        probabilities: Tensor = self.decoder(tokens).softmax(-1)
+        return probabilities
+
+
+def probabilities() -> Workload:
+    """The plain loss over what is no longer the logits of the model's vocabulary-parallel head."""
+    shape = gpt.Shape(num_layers=1, width=16, num_heads=2, vocabulary_size=32, sequence_length=8)
+    return Workload(
+        name="probabilities",
+        model=lambda: Probabilities(shape),
+        dataset=token_samples(32, 8),
+        tensor_plan=lambda model: under("decoder", gpt.tensor_plan(shape)),
+        blocks=lambda model: [module for name, module in model.decoder.named_children() if name.startswith("block")],
+        training=Training(global_batch_size=4),
     )

@@ -74,3 +74,11 @@ def test_a_tie_that_would_be_cut_in_two_ways_is_refused() -> None:
     model[1].weight = model[0].weight
     with pytest.raises(ValueError, match=r"1\.weight is tied to a parameter that is cut in another way"):
         cuts_of(model, resolve(model, {"0": VocabularyParallel(), "1": RowParallel()}), degree=2)
+
+
+@pytest.mark.parametrize(("named", "other"), [("0", "1"), ("1", "0")])
+def test_a_tie_of_which_the_plan_names_one_module_is_refused(named: str, other: str) -> None:
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
+    model[1].weight = model[0].weight
+    with pytest.raises(ValueError, match=rf"{other}\.weight is tied to {named}\.weight, which is cut, and has no role"):
+        cuts_of(model, resolve(model, {named: VocabularyParallel()}), degree=2)
