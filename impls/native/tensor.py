@@ -33,8 +33,8 @@ _ACTIVATIONS, _REST = 0, 1  # lanes: what is asked for between steps waits for n
 class NativeTensorParallel(NativeDataParallel):
     """`transport="shared_memory"` exchanges activations through mapped memory where the ranks of a slice share a
     machine, and falls back to the process group elsewhere; "none": no training then, but the floor under this very
-    code. `sequence_parallel` cuts along the sequence what lies
-    between the cut layers: less memory for activations, as many bytes."""
+    code. `sequence_parallel` cuts along the sequence what lies between the cut layers: less memory for activations, as
+    many bytes."""
 
     strategy = "tensor_parallel"
     whose: ClassVar[str] = "native.tensor"

@@ -203,6 +203,32 @@ def test_parameters_with_gaps_between_their_elements_are_stepped_rightly(optimiz
         assert torch.equal(parameter, before.get_parameter(name) - 0.125), name
 
 
+class SharedColumns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        both = torch.arange(24.0).view(4, 6)
+        self.left, self.right = nn.Parameter(both[:, :3]), nn.Parameter(both[:, 2:5])
+
+
+class MirroredColumn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.column = nn.Parameter(torch.zeros(4, 6)[:, :3])
+        self.mirror = self.column.detach().t()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+@pytest.mark.parametrize(
+    ("model", "names"), [(SharedColumns, ("left", "right")), (MirroredColumn, ("column", "mirror"))]
+)
+def test_parameters_with_gaps_that_are_not_alone_are_refused(
+    model: type[nn.Module], names: tuple[str, str], precision: str
+) -> None:
+    workload = in_precision(replace(numbered(), model=model), precision)
+    with pytest.raises(ValueError, match=f"parameter {names[0]} has gaps .* shares some of them with {names[1]}: "):
+        workload.build_model()
+
+
 def test_activation_checkpointing_recomputes_and_changes_nothing() -> None:
     calls = []
 
