@@ -65,7 +65,8 @@ def why_not(workload: Workload, num_stages: int, *, max_tensors: int | None = No
             return f"{num_stages} stages need as many blocks, got the {num_blocks} of {workload.name}"
         if workload.uses_random_numbers and (name := _made_anew(chain)) is not None:
             return (
-                f"pipeline: {name} is no module of the model, so that no random numbers belong to it: register it there"
+                f"pipeline: the block of {name} is no module of the model itself, so that one process cannot draw its "
+                f"random numbers: have the model hold and call it"
             )
         found = borders(workload, workload.batch(0).micro_batches[0].inputs)
         for name, border in zip(chain.names, found, strict=True):

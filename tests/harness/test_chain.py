@@ -121,6 +121,8 @@ def test_random_numbers_belong_to_blocks_that_the_model_itself_calls() -> None:
 
     drawing = replace(workload(model, lambda m: [m[0], nn.Sequential(m[1], m[2])]), uses_random_numbers=True)
     reason = why_not(drawing, 2)
-    assert reason is not None and reason.startswith("pipeline: 2 is no module of the model, so that no random numbers")
+    assert reason is not None and reason.startswith(
+        "pipeline: the block of 2 is no module of the model itself, so that"
+    )
     assert why_not(replace(drawing, uses_random_numbers=False), 2) is None
     assert why_not(replace(drawing, chain=children_of_sequential), 2) is None

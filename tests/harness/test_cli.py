@@ -128,14 +128,19 @@ def test_a_suite_that_cannot_run_is_refused_before_it_starts(
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("reduction=none", "none"), ("transport=none", "none"), ("bucket_bytes=9", 9)]
+    ("name", "text", "value"),
+    [
+        ("native.ddp", "reduction=none", "none"),
+        ("native.pipeline", "transport=none", "none"),
+        ("native.ddp", "bucket_bytes=9", 9),
+    ],
 )
 def test_an_option_keeps_as_text_what_its_implementation_lists(
-    text: str, value: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, text: str, value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     suites = []
     monkeypatch.setattr("harness.suite_run.execute", lambda suite, *_, **__: suites.append(suite) or 0)
-    assert cli.main(["try", "native.ddp", "--data", "2", "-o", text]) == 0
+    assert cli.main(["try", name, "--data", "2", "-o", text]) == 0
     assert suites[0].cases[1].options == {text.partition("=")[0]: value}
 
 

@@ -41,6 +41,12 @@ def samples_of(batch: Batch, micro_batch: int) -> list[float]:
     return batch.micro_batches[micro_batch].inputs.flatten().tolist()
 
 
+def test_none_is_text_where_the_option_lists_it() -> None:
+    training = models.load("gpt:size=tiny,learning_rate_scaling=none,clip_norm=none").training
+    assert training.learning_rate_scaling == "none"
+    assert training.clip_norm is None
+
+
 def test_batch_is_a_pure_function_of_seed_and_step() -> None:
     workload = numbered(global_batch_size=8, num_micro_batches=2, seed=5)
     first = [samples_of(workload.batch(3), m) for m in range(2)]
