@@ -17,7 +17,7 @@ from torch import Tensor, UntypedStorage
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from harness.chain import Border, Chain, TensorShape, as_value, chain_of, reasons, run_without_values
+from harness.chain import Border, Chain, TensorShape, as_value, chain_of, reasons, run_block
 from harness.measure.predicted_memory import LiveStorages, fake_model
 from harness.parameters import LogicalParameter, logical_parameters
 from harness.workload import MicroBatch, Workload
@@ -103,7 +103,7 @@ class _Pass:
         for index in range(len(self._chain.blocks)):
             live.owner = index
             before = self._counted()
-            handed = run_without_values(self._chain, index, handed)
+            handed = run_block(self._chain, index, handed)
             self._forward.append(self._counted() - before)
             if index + 1 < len(self._chain.blocks):
                 self._note_border(index, handed)

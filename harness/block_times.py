@@ -11,16 +11,17 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from harness.chain import Chain, as_value, chain_of, run_blocks
+from harness.chain import Chain, as_received, as_value, chain_of, reasons, run_block
 from harness.workload import MicroBatch, Workload
 
 NUM_ROUNDS = 7
 NUM_WARM_UP_ROUNDS = 3
+_HOW = "as a stage of its own"
 
 
 def block_seconds(workload: Workload, device: torch.device) -> tuple[float, ...]:
     """Of each block the median over some rounds through the whole chain, the last one's loss included, for the first
-    micro-batch. NoChain where the workload has none."""
+    micro-batch. NoChain where the workload has none, or a block cannot be run apart from the others."""
     chain = chain_of(workload, lambda: workload.build_model().to(device))
     micro_batch = workload.batch(0).to(device).micro_batches[0]
     rounds = [_round(workload, chain, micro_batch, device) for _ in range(NUM_WARM_UP_ROUNDS + NUM_ROUNDS)]
@@ -38,16 +39,16 @@ def _round(workload: Workload, chain: Chain, micro_batch: MicroBatch, device: to
         seconds[index] += _now(device) - begin
 
     inputs, outputs = [[micro_batch.inputs]], []
-    for index, block in enumerate(chain.blocks):
+    for index in range(len(chain.blocks)):
         with timed(index):
-            outputs.append(run_blocks([block], inputs[index]))
-        inputs.append([tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs[index]])
+            outputs.append(run_block(chain, index, inputs[index], _HOW))
+        inputs.append(as_received(outputs[index]))
     last = len(chain.blocks) - 1
-    with timed(last):
+    with timed(last), reasons("pipeline: the loss cannot be computed"):
         outputs[last] = [workload.loss(as_value(outputs[last]), micro_batch.targets)]
     for index in range(last, -1, -1):
         received = [None] if index == last else [tensor.grad for tensor in inputs[index + 1]]
-        with timed(index):
+        with timed(index), reasons(f"pipeline: {chain.names[index]} cannot be run backward {_HOW}"):
             _go_backward(outputs[index], received)
     return seconds
 

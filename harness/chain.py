@@ -20,6 +20,7 @@ from harness.workload import Workload, in_compute_precision
 Border = tuple["TensorShape", ...]
 """The tensors that cross a border with one micro-batch, in order."""
 
+_CHANGED_LEAF = "leaf Variable that requires grad is being used in an in-place operation"  # in torch's message
 _META = torch.device("meta")
 
 
@@ -53,15 +54,24 @@ class NoChain(ValueError):
     """A model that cannot be cut into stages; the message is the reason, in one line."""
 
 
-def why_not(workload: Workload, num_stages: int) -> str | None:
-    """Why the model cannot be cut into `num_stages`, or None."""
+def why_not(workload: Workload, num_stages: int, *, max_tensors: int | None = None) -> str | None:
+    """Why the model cannot be cut into `num_stages` of which each hands on at most `max_tensors`, or None."""
     try:
-        num_blocks = len(chain_of(workload).blocks)
+        chain = chain_of(workload)
+        num_blocks = len(chain.blocks)
         if workload.synchronise_batch_norm:
             return "BatchNorm would have to be synchronised by each stage for itself, which no stage does yet"
         if num_blocks < num_stages:
             return f"{num_stages} stages need as many blocks, got the {num_blocks} of {workload.name}"
-        borders(workload, workload.batch(0).micro_batches[0].inputs)
+        if workload.uses_random_numbers and (name := _made_anew(chain)) is not None:
+            return (
+                f"pipeline: the block of {name} is no module of the model itself, so that one process cannot draw its "
+                f"random numbers: have the model hold and call it"
+            )
+        found = borders(workload, workload.batch(0).micro_batches[0].inputs)
+        for name, border in zip(chain.names, found, strict=True):
+            if max_tensors is not None and len(border) > max_tensors:
+                return f"pipeline: {name} may hand on at most {max_tensors} tensors, got {len(border)}"
     except NoChain as error:
         return str(error)
     return None
@@ -96,15 +106,26 @@ def as_value(tensors: Sequence[Tensor]) -> Any:
     return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
 
-def run_without_values(chain: Chain, index: int, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """What comes out of block `index`; whatever it raises is a NoChain that names it."""
+def run_block(chain: Chain, index: int, inputs: Sequence[Tensor], how: str = "without values") -> list[Tensor]:
+    """What comes out of block `index`; whatever it raises is a NoChain that names it, and `how` it was run."""
     name = chain.names[index]
-    with reasons(f"pipeline: {name} cannot be run without values"):
-        outputs = run_blocks([chain.blocks[index]], inputs)
+    try:
+        with reasons(f"pipeline: {name} cannot be run {how}"):
+            outputs = run_blocks([chain.blocks[index]], inputs)
+    except NoChain as error:
+        if _CHANGED_LEAF in str(error):
+            told = "changes in place what it is given, which a stage receives: use operations out of place there"
+            raise NoChain(f"pipeline: {name} {told} (inplace=False)") from error
+        raise
     for tensor in outputs:
         if not isinstance(tensor, Tensor):
             raise NoChain(f"pipeline: {name}: blocks may hand on tensors, got {type(tensor).__name__}")
     return outputs
+
+
+def as_received(handed: Sequence[Tensor]) -> list[Tensor]:
+    """What a stage has of the tensors that the one before hands on: leaves."""
+    return [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in handed]
 
 
 def borders(workload: Workload, inputs: Tensor, build: Callable[[], nn.Module] | None = None) -> tuple[Border, ...]:
@@ -138,8 +159,9 @@ def borders(workload: Workload, inputs: Tensor, build: Callable[[], nn.Module] |
                 kept.append(tensor)
 
         with torch.device(_META), Operations(note, made):
-            handed = run_without_values(chain, index, handed)
+            handed = run_block(chain, index, handed)
         found.append(tuple(map(TensorShape.of, handed)))
+        handed = as_received(handed)
     return tuple(found)
 
 
@@ -177,6 +199,12 @@ def reasons(doing: str) -> Iterator[None]:
     except Exception as error:
         told = " ".join(str(error).split())
         raise NoChain(f"{doing}: {type(error).__name__}: {told}") from error
+
+
+def _made_anew(chain: Chain) -> str | None:
+    """The first block that `Workload.chain` makes itself: the model's own forward does not call it."""
+    modules = set(chain.model.modules())
+    return next((name for name, block in zip(chain.names, chain.blocks, strict=True) if block not in modules), None)
 
 
 def _names(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[str, ...]:

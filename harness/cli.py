@@ -162,7 +162,7 @@ def try_one(
             workload=workload,
             implementation=implementation,
             layout=Layout(data=data, shard=shard, tensor=tensor, pipeline=pipeline),
-            options=_options(option or []),
+            options=validation.options_from(_options(option or []), implementation),
             precision=precision,
             measurement=measurement,
         )
@@ -326,15 +326,13 @@ def upload(
     raise typer.Exit(1 if done.failed else 0)
 
 
-def _options(texts: Sequence[str]) -> dict[str, Any]:
-    from harness.models import parse_value
-
-    options: dict[str, Any] = {}
+def _options(texts: Sequence[str]) -> dict[str, str]:
+    options: dict[str, str] = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or not key.isidentifier():
             raise ValueError(f"--option: expected key=value, got {text!r}")
-        options[key] = parse_value(value)
+        options[key] = value
     return options
 
 

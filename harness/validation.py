@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import torch
 
@@ -62,15 +62,19 @@ def _unless_library_missing(load: Callable[[str], T], text: str) -> T | None:
         return None
 
 
+def options_from(texts: Mapping[str, str], name: str) -> dict[str, Any]:
+    """Options of the implementation `name` from their values as text. ValueError if there is no such implementation."""
+    loaded = _unless_library_missing(implementation.load, name)
+    hints = {} if loaded is None else models.annotations_of(loaded.__init__)
+    return {option: models.parse_value(text, hints.get(option)) for option, text in texts.items()}
+
+
 def check_options(name: str, loaded: type[implementation.Implementation], options: Mapping[str, Any]) -> None:
     """ValueError for an option that `loaded` does not take, or a value that its annotation or it itself refuses."""
     known = implementation.options_of(loaded)
     if unknown := sorted(options.keys() - known.keys()):
         raise ValueError(f"option {', '.join(unknown)}: {name} takes {', '.join(sorted(known)) or 'no options'}")
-    try:
-        hints = get_type_hints(loaded.__init__)
-    except NameError:  # an annotation that only a type checker imports
-        hints = {}
+    hints = models.annotations_of(loaded.__init__)
     for option, value in options.items():
         if option in hints and not allows(hints[option], value):
             raise ValueError(f"option {option}: {name} expects {described(hints[option])}, got {value!r}")

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness import random_regions
 from harness.data import IGNORE_INDEX, Dataset, shuffled_index
+from harness.overlaps import kept_tensors, share_elements
 from harness.parameters import decay_matrices
 from harness.precision import PRECISIONS, Precision
 from harness.tensor_plan import TensorPlanner, check_divides, resolve
@@ -218,12 +219,15 @@ class Workload:
 
     def build_model(self) -> nn.Module:
         """The module on the CPU with its starting weights (read from `weights` where given), in compute precision. A
-        parameter whose elements do not fill one piece of memory, each once, is made contiguous."""
+        parameter whose elements do not fill one piece of memory, each once, is made contiguous; ValueError where it
+        shares some with another parameter or with a tensor that a module keeps. A cast gives every parameter, and every
+        buffer, memory of its own, whatever it shared."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.training.seed)
             model = self.model()
         if self.weights is not None:
             model.load_state_dict(torch.load(self.weights, weights_only=True, mmap=True))
+        _refuse_shared_gaps(model)
         if not self.fixed_dtypes:
             model.to(self.precision.compute)
         _close_gaps(model)
@@ -341,8 +345,25 @@ def _close_gaps(model: nn.Module) -> None:
     """torch's fused optimizers take a parameter's memory for one piece on the CPU: they step what lies between the
     elements of a column cut out of a matrix, say, and not all of them. Casts close such gaps in any case."""
     for parameter in model.parameters():
-        if torch.empty_like(parameter, device="meta").stride() != parameter.stride():  # kept where they are dense
+        if _has_gaps(parameter):
             parameter.data = parameter.data.contiguous()
+
+
+def _refuse_shared_gaps(model: nn.Module) -> None:
+    """Closing them would part the parameter from whoever has its elements as well."""
+    gapped = {name: parameter for name, parameter in model.named_parameters() if _has_gaps(parameter)}
+    others = [*model.named_parameters(), *kept_tensors(model)] if gapped else []
+    for name, parameter in gapped.items():
+        for other, tensor in others:
+            if tensor is not parameter and share_elements(parameter, tensor):
+                raise ValueError(
+                    f"parameter {name} has gaps between its elements and shares some of them with {other}: expected it "
+                    f"contiguous, or alone"
+                )
+
+
+def _has_gaps(parameter: Tensor) -> bool:
+    return torch.empty_like(parameter, device="meta").stride() != parameter.stride()  # kept where they are dense
 
 
 def _refuse_batch_norm(model: nn.Module) -> None:

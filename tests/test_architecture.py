@@ -28,6 +28,7 @@ FOR_IMPLEMENTATIONS = {
     "harness.block_times",
     "harness.stage_costs",
     "harness.tensors_in_use",
+    "harness.overlaps",
     "harness.pipeline_marks",
 }
 FOR_SUITES = {"harness.case", "harness.layout", "harness.topology", "harness.workload"}

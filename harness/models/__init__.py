@@ -10,9 +10,11 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import types
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from harness.loading import load_from_file
 from harness.workload import TRAINING_OPTIONS, Training, Workload
@@ -91,24 +93,29 @@ def _write_value(value: Any) -> str:
 def _parse(text: str) -> tuple[str, Builder, dict[str, Any]]:
     head, options = _split(text)
     if ".py:" in text:
-        return head.rpartition(":")[2], load_from_file(head), _parse_options(text, options)
+        builder = load_from_file(head)
+        return head.rpartition(":")[2], builder, _parse_options(text, options, _hints(builder))
     if head not in names():
         raise ValueError(f"workload {text!r}: expected one of {', '.join(names())}, or path/to/file.py:builder")
-    return head, importlib.import_module(f"harness.models.{head}").workload, _parse_options(text, options)
+    builder = importlib.import_module(f"harness.models.{head}").workload
+    return head, builder, _parse_options(text, options, _hints(builder))
 
 
-def _parse_options(text: str, options: str) -> dict[str, Any]:
+def _parse_options(text: str, options: str, hints: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     parsed: dict[str, Any] = {}
     for part in filter(None, options.split(",")):
         key, equals, value = part.partition("=")
         if not equals or not key.strip().isidentifier():
             raise ValueError(f"workload {text!r}: expected options as key=value, got {part!r}")
-        parsed[key.strip()] = parse_value(value.strip())
+        parsed[key.strip()] = parse_value(value.strip(), hints.get(key.strip()))
     return parsed
 
 
-def parse_value(text: str) -> bool | int | float | str | None:
-    """`true`, `3`, `1e-3`, `none` as what they mean; anything else stays text."""
+def parse_value(text: str, hint: Any = None) -> bool | int | float | str | None:
+    """`true`, `3`, `1e-3`, `none` as what they mean; anything else stays text, and so does what the annotation `hint`
+    lists as such."""
+    if text in _listed(hint):
+        return text
     constants = {"true": True, "false": False, "none": None}
     if text.lower() in constants:
         return constants[text.lower()]
@@ -118,3 +125,23 @@ def parse_value(text: str) -> bool | int | float | str | None:
         except ValueError:
             continue
     return text
+
+
+def _hints(builder: Any) -> dict[str, Any]:
+    return {**(annotations_of(builder) if callable(builder) else {}), **annotations_of(Training)}
+
+
+def annotations_of(annotated: Any) -> dict[str, Any]:
+    """The annotations of a function's parameters, or a class's fields; none where some name what only a type checker
+    imports."""
+    try:
+        return get_type_hints(annotated)
+    except (NameError, TypeError):
+        return {}
+
+
+def _listed(hint: Any) -> tuple[Any, ...]:
+    """The values that an annotation lists one by one."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return tuple(value for member in get_args(hint) for value in _listed(member))
+    return get_args(hint) if get_origin(hint) is Literal else ()

@@ -22,6 +22,7 @@ from harness.workload import Workload
 from impls.native.ddp import NativeDataParallel
 from impls.native.parts.partial_model import build_partly
 from impls.native.parts.pipeline_costs import RankCosts, rank_costs
+from impls.native.parts.pipeline_executor import MAX_TENSORS
 from impls.native.parts.pipeline_messages import Messages, NoMessages
 from impls.native.parts.pipeline_model import PipelineStages
 from impls.native.parts.pipeline_timeline import play
@@ -55,7 +56,7 @@ class NativePipeline(NativeDataParallel):
     ) -> str | None:
         if (layout.data, layout.tensor) != (1, 1):
             return f"pipeline parallelism takes a pipeline degree alone, got {layout}"
-        return why_not(workload, layout.pipeline * options.get("chunks", 1))
+        return why_not(workload, layout.pipeline * options.get("chunks", 1), max_tensors=MAX_TENSORS)
 
     @classmethod
     def predicted_memory(

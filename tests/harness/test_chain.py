@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.chain import NoChain, TensorShape, borders, chain_of
+from harness.chain import NoChain, TensorShape, borders, chain_of, why_not
 from harness.datasets import Tensors
 from harness.workload import Workload, children_of_sequential
 
@@ -64,6 +65,10 @@ def test_borders_are_the_shapes_that_cross_them() -> None:
             lambda: nn.Sequential(nn.Linear(3, 3), Answering(), nn.Tanh()),
             "pipeline: 1: blocks may hand on tensors, got dict",
         ),
+        (
+            lambda: nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 2)),
+            "pipeline: 1 changes in place what it is given, which a stage receives: use operations out of place there",
+        ),
         (borrowing, "pipeline: 2 uses 0.weight, which is another block's"),
     ],
 )
@@ -91,3 +96,33 @@ def test_a_model_that_cannot_be_built_without_values_says_so() -> None:
 def test_a_workload_may_have_no_chain() -> None:
     with pytest.raises(NoChain, match="workload own has no chain: it does not say which blocks follow each other"):
         chain_of(Workload(name="own", model=nn.Identity, dataset=Tensors(torch.zeros(1), torch.zeros(1))))
+
+
+class Several(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return x.unbind(1)
+
+
+class First(nn.Module):
+    def forward(self, several: tuple[Tensor, ...]) -> Tensor:
+        return several[0]
+
+
+def test_a_border_may_have_so_many_tensors_and_no_more() -> None:
+    several = workload(lambda: nn.Sequential(nn.Linear(3, 3), Several(), First()))
+    assert why_not(several, 2) is None
+    assert why_not(several, 2, max_tensors=3) is None
+    assert why_not(several, 2, max_tensors=2) == "pipeline: 1 may hand on at most 2 tensors, got 3"
+
+
+def test_random_numbers_belong_to_blocks_that_the_model_itself_calls() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Linear(3, 2))
+
+    drawing = replace(workload(model, lambda m: [m[0], nn.Sequential(m[1], m[2])]), uses_random_numbers=True)
+    reason = why_not(drawing, 2)
+    assert reason is not None and reason.startswith(
+        "pipeline: the block of 2 is no module of the model itself, so that"
+    )
+    assert why_not(replace(drawing, uses_random_numbers=False), 2) is None
+    assert why_not(replace(drawing, chain=children_of_sequential), 2) is None

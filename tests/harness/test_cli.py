@@ -42,6 +42,24 @@ def results(directory: Path, *statuses: str) -> Path:
     return directory
 
 
+IN_PLACE = """
+import torch
+from torch import nn
+from harness.datasets import Tensors
+from harness.workload import Workload, children_of_sequential
+
+
+def own():
+    return Workload(
+        name="own",
+        model=lambda: nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True)),
+        dataset=Tensors(torch.zeros(8, 3), torch.zeros(8, 3)),
+        loss=lambda outputs, targets: (outputs - targets).square().sum(),
+        chain=children_of_sequential,
+    )
+"""
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -107,6 +125,31 @@ def test_a_suite_that_cannot_run_is_refused_before_it_starts(
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert expected in error
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("native.ddp", "reduction=none", "none"),
+        ("native.pipeline", "transport=none", "none"),
+        ("native.ddp", "bucket_bytes=9", 9),
+    ],
+)
+def test_an_option_keeps_as_text_what_its_implementation_lists(
+    name: str, text: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suites = []
+    monkeypatch.setattr("harness.suite_run.execute", lambda suite, *_, **__: suites.append(suite) or 0)
+    assert cli.main(["try", name, "--data", "2", "-o", text]) == 0
+    assert suites[0].cases[1].options == {text.partition("=")[0]: value}
+
+
+def test_a_block_that_cannot_be_timed_by_itself_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("own.py").write_text(IN_PLACE)
+    assert cli.main(["inspect", "own.py:own", "--pipeline", "2", "--partition", "time"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "pipeline: 1 changes in place what it is given" in error
 
 
 def test_a_run_on_gpus_needs_one(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,12 @@ def samples_of(batch: Batch, micro_batch: int) -> list[float]:
     return batch.micro_batches[micro_batch].inputs.flatten().tolist()
 
 
+def test_none_is_text_where_the_option_lists_it() -> None:
+    training = models.load("gpt:size=tiny,learning_rate_scaling=none,clip_norm=none").training
+    assert training.learning_rate_scaling == "none"
+    assert training.clip_norm is None
+
+
 def test_batch_is_a_pure_function_of_seed_and_step() -> None:
     workload = numbered(global_batch_size=8, num_micro_batches=2, seed=5)
     first = [samples_of(workload.batch(3), m) for m in range(2)]
@@ -201,6 +207,32 @@ def test_parameters_with_gaps_between_their_elements_are_stepped_rightly(optimiz
     RecipeOptimizer(model, workload).step(tracks_norm=False)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before.get_parameter(name) - 0.125), name
+
+
+class SharedColumns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        both = torch.arange(24.0).view(4, 6)
+        self.left, self.right = nn.Parameter(both[:, :3]), nn.Parameter(both[:, 2:5])
+
+
+class MirroredColumn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.column = nn.Parameter(torch.zeros(4, 6)[:, :3])
+        self.mirror = self.column.detach().t()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+@pytest.mark.parametrize(
+    ("model", "names"), [(SharedColumns, ("left", "right")), (MirroredColumn, ("column", "mirror"))]
+)
+def test_parameters_with_gaps_that_are_not_alone_are_refused(
+    model: type[nn.Module], names: tuple[str, str], precision: str
+) -> None:
+    workload = in_precision(replace(numbered(), model=model), precision)
+    with pytest.raises(ValueError, match=f"parameter {names[0]} has gaps .* shares some of them with {names[1]}: "):
+        workload.build_model()
 
 
 def test_activation_checkpointing_recomputes_and_changes_nothing() -> None:

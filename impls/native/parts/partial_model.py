@@ -7,8 +7,8 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
+from harness.overlaps import kept_tensors
 from harness.workload import Workload
-from impls.native.parts.kept_views import kept_tensors
 
 
 def build_partly(workload: Workload, names: Collection[str], device: torch.device) -> nn.Module:

@@ -30,7 +30,7 @@ Forward = Callable[[int, list[Tensor]], list[Tensor]]
 a scalar."""
 
 _MESSAGES_AHEAD = 2  # actions whose messages are expected beforehand
-_MAX_TENSORS = 64  # at a border
+MAX_TENSORS = 64  # at a border
 
 
 @dataclass(kw_only=True)
@@ -170,4 +170,4 @@ class Executor:
     def _tag(self, kind: Kind, stage: int, micro_batch: int) -> int:
         """Of the first tensor that comes to `stage`."""
         direction = 0 if kind == Kind.FORWARD else 1
-        return ((micro_batch * self._num_stages + stage) * 2 + direction) * _MAX_TENSORS
+        return ((micro_batch * self._num_stages + stage) * 2 + direction) * MAX_TENSORS

@@ -43,20 +43,20 @@ def test_parameters_that_overlap_are_refused() -> None:
 
 
 class Halves(nn.Module):
-    """Two parameters whose elements lie between each other."""
+    """Two parameters that fill one piece of memory."""
 
     def __init__(self) -> None:
         super().__init__()
         both = torch.randn(4, 6)
-        self.left, self.right = (nn.Parameter(half) for half in both.chunk(2, dim=1))
+        self.left, self.right = (nn.Parameter(half) for half in both.chunk(2))
         self.corner = both[2:, 4:]
 
 
-def test_parameters_that_lie_between_each_other_share_nothing_and_owners_are_told_apart() -> None:
+def test_parameters_that_lie_beside_each_other_share_nothing_and_owners_are_told_apart() -> None:
     with pytest.raises(RuntimeError, match=r"ours: corner was made of parameter right when"):
         KeptViews(Halves(), "ours").check()
     model = Halves()
-    model.last = nn.Parameter(model.left.detach()[3, 1:].expand(2, 2))
+    model.last = nn.Parameter(model.left.detach()[1, 4:].expand(2, 2))
     with pytest.raises(ValueError, match="parameters that share no memory, got left and last, which do"):
         KeptViews(model, "ours")
 
