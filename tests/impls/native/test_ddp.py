@@ -161,3 +161,11 @@ def test_masters_are_what_full_parameters_tell(worlds: Worlds) -> None:
 
     assert all(value.dtype is torch.float32 for value in trajectory.parameters.values())
     assert not all(rounded(value) for value in trajectory.parameters.values())
+
+
+@pytest.mark.parametrize("options", [{}, {"bucket_bytes": 1, "small_bytes": 0}], ids=str)
+def test_gradients_of_backwards_within_backward_add_up(worlds: Worlds, options: dict[str, Any]) -> None:
+    """Re-entrant checkpoints announce a layer that they share once each."""
+    text = f"{HERE / 'called_in_backward.py'}:one_layer"
+    parity = worlds.parity(parity_case(text, "native.ddp", 2, options=options, precision="fp64"))
+    assert parity.ok, parity.explanation
