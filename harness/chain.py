@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.tensors_in_use import Operations, tensors_in
+from harness.tensors_in_use import Operations, storage_key, tensors_in
 from harness.workload import Workload, in_compute_precision
 
 Border = tuple["TensorShape", ...]
@@ -132,18 +132,18 @@ def borders(workload: Workload, inputs: Tensor, build: Callable[[], nn.Module] |
     """What each block of the chain hands to the next, and the last one yields, for a micro-batch like `inputs`; `build`
     as for `chain_of`. NoChain where a block needs more than that, or cannot be run without values."""
     chain = chain_of(workload, build)
-    parameters = {p.untyped_storage()._cdata: name for name, p in chain.model.named_parameters()}
-    buffers = {buffer.untyped_storage()._cdata for buffer in chain.model.buffers()}
+    parameters = {storage_key(p): name for name, p in chain.model.named_parameters()}
+    buffers = {storage_key(buffer) for buffer in chain.model.buffers()}
     made_by: dict[int, int] = {}  # storage: the block that made it
     kept: list[Tensor] = []  # so that no storage's address is used twice
     handed: list[Tensor] = [inputs.to(_META)]
     found: list[Border] = []
     for index, block in enumerate(chain.blocks):
-        own = {tensor.untyped_storage()._cdata for tensor in (*block.parameters(), *handed)} | buffers
+        own = {storage_key(tensor) for tensor in (*block.parameters(), *handed)} | buffers
 
         def note(value: object, index: int = index, own: set[int] = own) -> None:
             for tensor in tensors_in(value):
-                storage = tensor.untyped_storage()._cdata
+                storage = storage_key(tensor)
                 if storage in own:
                     continue
                 user = chain.names[index]
@@ -155,7 +155,7 @@ def borders(workload: Workload, inputs: Tensor, build: Callable[[], nn.Module] |
 
         def made(value: object, index: int = index) -> None:
             for tensor in tensors_in(value):
-                made_by.setdefault(tensor.untyped_storage()._cdata, index)
+                made_by.setdefault(storage_key(tensor), index)
                 kept.append(tensor)
 
         with torch.device(_META), Operations(note, made):

@@ -10,6 +10,7 @@ import torch
 from harness import chain
 from harness.chain import chain_of
 from harness.layout import Layout
+from harness.tensors_in_use import storage_key
 from harness.workload import Workload
 from impls.torch.parts import pipeline_schedules
 from impls.torch.parts.pipeline_plan import PipelinePlan, plan
@@ -60,10 +61,10 @@ def _split_backward(planned: PipelinePlan, workload: Workload) -> str | None:
         found = torch.autograd.grad(outputs, [*received, *weights.values()], given, allow_unused=True)
         if not all(gradient is None or gradient.is_contiguous() for gradient in found[: len(received)]):
             return f"torch's zero-bubble sends gradients as they come, and that of stage {stage} is not contiguous"
-        taken = {tensor.untyped_storage()._cdata for tensor in (*given, *found[: len(received)]) if tensor is not None}
+        taken = {storage_key(tensor) for tensor in (*given, *found[: len(received)]) if tensor is not None}
         for name, gradient in zip(weights, found[len(received) :], strict=True):
-            if gradient is not None and gradient.untyped_storage()._cdata in taken:
+            if gradient is not None and storage_key(gradient) in taken:
                 return f"torch's zero-bubble adds to memory that the gradient of {name} shares with another"
             if gradient is not None:
-                taken.add(gradient.untyped_storage()._cdata)
+                taken.add(storage_key(gradient))
     return None
