@@ -9,37 +9,30 @@ data x pipeline    replicas of the stages of torch.distributed.pipelining (parts
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from harness.implementation import Implementation, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import RecipeOptimizer
 from harness.parameters import LogicalParameter, MemoryCategory
-from harness.workload import Batch, Workload
+from harness.workload import Workload
 from impls.torch.parts import pipeline_costs, pipeline_limits, sharding_limits
 from impls.torch.parts.flat_sum import sum_gradients
 from impls.torch.parts.pipeline_model import PipelineModel
 from impls.torch.parts.pipeline_plan import Partition, plan
-from impls.torch.parts.pipeline_schedules import ScheduleName, refused
+from impls.torch.parts.pipeline_schedules import ScheduleName
 from impls.torch.parts.tensor_slices import local_part
-
-if TYPE_CHECKING:
-    from impls.torch.parts.sharded_slices import ShardedSlices
+from impls.torch.pipeline import TorchPipeline
 
 
-class TorchHybrid(Implementation):
-    """`schedule`, `chunks` and `partition` are those of torch.pipeline, and say nothing without a pipeline."""
+class TorchHybrid(TorchPipeline):
+    """A step as torch.pipeline takes it, over more than one axis. `schedule`, `chunks` and `partition` are that one's,
+    and say nothing without a pipeline."""
 
     strategy = "hybrid"
-    makes_gradients = True
-
-    @classmethod
-    def refused_options(cls, options: Mapping[str, Any]) -> str | None:
-        return refused(options.get("schedule", "1f1b"), options.get("chunks", 1))
 
     @classmethod
     def unsupported(
@@ -63,7 +56,7 @@ class TorchHybrid(Implementation):
     ) -> Mapping[MemoryCategory, int] | None:
         if layout.tensor > 1:
             return None
-        return pipeline_costs.memory_bytes(plan(workload, layout, options), workload, parameters)
+        return super().predicted_memory(workload, parameters, layout, options)
 
     @classmethod
     def predicted_wire_bytes(
@@ -88,7 +81,6 @@ class TorchHybrid(Implementation):
         if reason := self.refused_options(options):
             raise ValueError(f"torch.hybrid: {reason}")
         self.data_group = mesh.group("data")
-        self.model: PipelineModel | ShardedSlices
         if layout.tensor > 1:
             # Brings FSDP along: only ranks pay for it.
             from impls.torch.parts.sharded_slices import ShardedSlices
@@ -100,35 +92,10 @@ class TorchHybrid(Implementation):
             self.optimizer = RecipeOptimizer(self.model.module, workload)
         self.module = self.model.module
 
-    def train_step(self, batch: Batch) -> StepOutput:
-        self.optimizer.clear_gradients()
-        learning_rate = self.optimizer.learning_rate
-        loss_sum, num_tokens = self.model.forward_backward(batch)
-        with phase("reduce"):
-            if isinstance(self.model, PipelineModel) and self.data_group.size() > 1:
-                sum_gradients(self.optimizer.parameters, self.data_group)
-            self.model.reduce()
-        with phase("optimizer"):
-            update = self.optimizer.step(tracks_norm=self.tracks_gradient_norm, norm_of=self.model.norm)
-        return StepOutput(
-            loss_sum=loss_sum,
-            num_tokens=num_tokens,
-            gradient_norm=update.gradient_norm,
-            skipped=update.skipped,
-            learning_rates=(learning_rate,),  # a rank may hold no parameters, and so no groups
-        )
-
-    def full_gradients(self) -> dict[str, Tensor]:
-        return self.model.whole(self.optimizer.unclipped_gradients())
-
-    def full_parameters(self) -> dict[str, Tensor]:
-        return self.model.whole(self.optimizer.full_parameters(self.module))
-
-    def full_buffers(self) -> dict[str, Tensor]:
-        return self.model.whole(self.model.buffers())
-
-    def facts(self) -> Mapping[str, str]:
-        return self.model.facts()
+    def reduce(self) -> None:
+        if isinstance(self.model, PipelineModel) and self.data_group.size() > 1:
+            sum_gradients(self.optimizer.parameters, self.data_group)
+        super().reduce()
 
     def replicated_tensors(self) -> Iterable[Tensor]:
         """The buffers; replicas of a pipeline are the same in everything, of slices each data rank has other shards."""
@@ -138,12 +105,7 @@ class TorchHybrid(Implementation):
             yield from self.optimizer.state_tensors()
 
     def memory_tensors(self) -> dict[MemoryCategory, Iterable[Tensor]]:
-        return {
-            "parameters": [local_part(parameter) for parameter in self.module.parameters()],
-            "gradients": self.optimizer.live_gradients(),
-            "optimizer_states": self.optimizer.state_tensors(),
-            "communication_buffers": self.model.received(),
-        }
+        return {**super().memory_tensors(), "parameters": [local_part(p) for p in self.module.parameters()]}
 
 
 def _why_no_slices(workload: Workload, layout: Layout) -> str | None:

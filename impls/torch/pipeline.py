@@ -4,7 +4,7 @@ beforehand, under one of torch's schedules; a fused optimizer steps each rank's 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from impls.torch.parts.pipeline_model import PipelineModel
 from impls.torch.parts.pipeline_plan import Partition, plan
 from impls.torch.parts.pipeline_schedules import ScheduleName
 
+if TYPE_CHECKING:
+    from impls.torch.parts.sharded_slices import ShardedSlices
+
 
 class TorchPipeline(Implementation):
     """`schedule` orders forwards and backwards; `chunks` is the number of stages on each rank. Zero-bubble is torch's
@@ -28,6 +31,8 @@ class TorchPipeline(Implementation):
 
     strategy = "pipeline_parallel"
     makes_gradients = True
+
+    model: PipelineModel | ShardedSlices
 
     @classmethod
     def refused_options(cls, options: Mapping[str, Any]) -> str | None:
@@ -76,7 +81,7 @@ class TorchPipeline(Implementation):
         learning_rate = self.optimizer.learning_rate
         loss_sum, num_tokens = self.model.forward_backward(batch)
         with phase("reduce"):
-            self.model.reduce()
+            self.reduce()
         with phase("optimizer"):
             update = self.optimizer.step(tracks_norm=self.tracks_gradient_norm, norm_of=self.model.norm)
         return StepOutput(
@@ -86,6 +91,10 @@ class TorchPipeline(Implementation):
             skipped=update.skipped,
             learning_rates=(learning_rate,),  # a rank may hold no parameters, and so no groups
         )
+
+    def reduce(self) -> None:
+        """What several ranks have made of a gradient is summed."""
+        self.model.reduce()
 
     def full_gradients(self) -> dict[str, Tensor]:
         return self.model.whole(self.optimizer.unclipped_gradients())
