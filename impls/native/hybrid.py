@@ -37,8 +37,8 @@ Stage = Literal[0, 1, 2, 3]
 
 class NativeHybrid(Implementation):
     """`stage` says what is sharded along the data axis (0: nothing). `transport` is that of the data and the tensor
-    axis, each of which falls back to the process group where its ranks are on several machines. All other options are
-    those of the strategy they belong to."""
+    axis, each of which falls back to the process group where its ranks are on several machines; stages always send over
+    the process group. All other options are those of the strategy they belong to."""
 
     strategy = "hybrid"
 
