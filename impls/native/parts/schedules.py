@@ -132,9 +132,8 @@ class ZeroBubble(_OneStage):
     hold their activations for fewer micro-batches under way, so that all hold `num_ranks` at most."""
 
     name = "zero_bubble"
-    lead: ClassVar[int] = (
-        1  # how many micro-batches a rank is ahead of the next one, and puts off more than that before
-    )
+    # By how many micro-batches a rank is further ahead than the next one; of as many fewer it puts weights off.
+    lead: ClassVar[int] = 1
 
     def actions(self, rank: int) -> Iterator[Action]:
         num_ahead = min(self.lead * (self.num_ranks - rank - 1), self.num_micro_batches)
