@@ -75,16 +75,28 @@ class MeasuredCase:
             self.status, self.reason = "unavailable", reason
         elif reason := kind.unsupported(workload, self.case.layout, torch.device(self.device), self.case.options):
             self.status, self.reason = "unsupported", reason
+        elif reason := self._unprepared(kind):
+            self.status, self.reason = "unavailable", reason
         elif self.case.role == "peer" and (num_lines := num_changed_lines(kind)) is not None:
             # Ours are libraries: their lines are not what a user would change.
             self.metrics["code.changed_lines"] = num_lines
+
+    def _unprepared(self, kind: type[implementation.Implementation]) -> str | None:
+        """Prepares this machine, outside every deadline; the first line of what went wrong, or None."""
+        try:
+            kind.prepare(self.case.options)
+        except Exception as error:  # whatever a library's compiler or loader raises
+            return f"{type(error).__name__}: {error}".splitlines()[0]
+        return None
 
     def start(self) -> None:
         """The clean launch, as far as its first timed window: built, held against the reference, warmed up."""
         measurement = self.case.measurement
         self.launch = self._launch("timed", instrumented=False)
         self.environment = self._command("environment")[0]
-        self.environment["facts"] = self._command("build")[0]
+        facts = self._command("build")[0]
+        # Only now is it known which libraries the rank has imported.
+        self.environment = {**self._command("environment")[0], "facts": facts}
         if measurement.parity_steps and self.case.role != "floor":
             tensors = self.scratch / f"{self.case.id}.pt"
             records = self._command("parity", num_steps=measurement.parity_steps, path=str(tensors))

@@ -137,6 +137,7 @@ RATIO_COLUMNS = (
     Column(header="overhead / peer", cell=_ratio("overhead_ratio")),
     Column(header="spread", cell=_ratio("spread")),
     Column(header="rounds", cell=lambda row: str(row.get("rounds", "-")), from_width=120),
+    Column(header="parity", cell=lambda row: "FAILED" if row.get("parity") == "failed" else "ok", numeric=False),
 )
 RATIO_MEANING = (
     "Medians of steps timed in rounds that took turns. time / peer: over the fastest setting of the best peer; below 1 "
