@@ -30,6 +30,7 @@ FOR_IMPLEMENTATIONS = {
     "harness.tensors_in_use",
     "harness.overlaps",
     "harness.pipeline_marks",
+    "harness.wire_bytes",
 }
 FOR_SUITES = {"harness.case", "harness.layout", "harness.topology", "harness.workload"}
 FOR_DASHBOARDS = {"harness.tracking", "harness.result"}

@@ -24,9 +24,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup
 
-from harness.measure.communication import Algorithm, wire_bytes
 from harness.measure.communication_recorder import CommunicationRecorder
 from harness.measure.observed_work import DelayedWork, NullWork, RecordedWork
+from harness.wire_bytes import Algorithm, wire_bytes
 
 BACKEND_NAME = "recording"
 RealBackend = Literal["gloo", "nccl"]

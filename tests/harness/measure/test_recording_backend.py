@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.measure.communication import StepRecord, summarise, wire_bytes
+from harness.measure.communication import StepRecord, summarise
 from harness.measure.communication_recorder import IGNORED, CommunicationRecorder
 from harness.measure.recording_backend import BACKEND_NAME, install
+from harness.wire_bytes import wire_bytes
 
 LENGTH = 48  # divisible by every world size used here
 S = LENGTH * 4  # bytes
