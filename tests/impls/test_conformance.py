@@ -71,6 +71,7 @@ _SETTINGS: dict[str, list[dict[str, Any]]] = {
     ],
     "torch.hybrid": [{}, {"schedule": "zero_bubble", "chunks": 2}],
     "torch.fsdp": [{}, {"reshard_after_forward": False}],
+    "fairscale.sharded_ddp": [{}, {"reduce_buffer_size": 0}, {"reduce_buffer_size": 500}],
 }
 _NOT_TRAINING = {"native.floor"}  # exchanges nothing, by design
 _WORLDS = [Layout(data=size) for size in (1, 2, 3, 4)]
@@ -90,7 +91,7 @@ _ALL = [
 ]
 _WAYS_TO_THE_SAME = (
     *("transport", "reduction", "bucket_bytes", "reshard_after_forward", "find_unused_parameters"),
-    *("sequence_parallel", "schedule"),
+    *("sequence_parallel", "schedule", "reduce_buffer_size"),
 )
 
 

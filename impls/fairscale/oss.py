@@ -1,0 +1,133 @@
+"""FairScale's OSS over torch's DistributedDataParallel: gradients are all-reduced, each rank steps the parameters that
+it owns and broadcasts them (ZeRO stage 1: Rajbhandari et al. 2020, "ZeRO")."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from harness.implementation import Implementation, StepOutput, phase
+from harness.layout import Layout
+from harness.mesh import Mesh
+from harness.optimizer import RecipeOptimizer
+from harness.parameters import LogicalParameter, MemoryCategory, all_reduce_wire_bytes, replicated_state_bytes
+from harness.workload import Batch, Workload
+from impls.fairscale.parts import library
+from impls.fairscale.parts.ownership import broadcast_bytes, busiest_rank, memory_bytes, owner_bytes, shares_of
+from impls.fairscale.parts.sharded_optimizer import moments, sharded_optimizer, why_not
+
+
+class FairScaleShardedOptimizer(Implementation):
+    """Moments are sharded, nothing else; parameters become views of one buffer an owner. `bucket_cap_mb` is DDP's own.
+
+    The recipe clips by its own norm over whole gradients. OSS's own clipping would round the norm to fp32, and leave
+    out for good what has no gradient in the first step.
+    """
+
+    strategy = "zero_1"
+    libraries = ("fairscale",)
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        return library.why_unavailable()
+
+    @classmethod
+    def unsupported(
+        cls, workload: Workload, layout: Layout, device: torch.device, options: Mapping[str, Any]
+    ) -> str | None:
+        if reason := why_not(workload, layout, device, "OSS"):
+            return reason
+        if workload.precision.gradient != workload.precision.compute:
+            return (
+                f"DistributedDataParallel reduces gradients in the parameters' dtype, "
+                f"got {workload.precision.name} with gradients in {workload.precision.gradient}"
+            )
+        return None
+
+    @classmethod
+    def predicted_memory(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Mapping[MemoryCategory, int] | None:
+        return memory_bytes(workload, parameters, layout.data)
+
+    @classmethod
+    def predicted_wire_bytes(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> int | None:
+        """DDP's all-reduce of the gradients (and of an int32 a parameter where it searches for unused ones); then what
+        the busiest rank sends of the owners' parameters and of the first rank's buffers."""
+        ranks = layout.data
+        summed = replicated_state_bytes(parameters, workload.precision, workload.training.num_moments)["gradients"]
+        if workload.leaves_parameters_unused:
+            summed += 4 * sum(parameter.trainable for parameter in parameters)
+        roots, buffers = owner_bytes(workload, shares_of(parameters, ranks)), {0: workload.buffer_bytes()}
+        broadcast = busiest_rank(
+            ranks, lambda rank: broadcast_bytes(rank, roots, ranks) + broadcast_bytes(rank, buffers, ranks)
+        )
+        return all_reduce_wire_bytes(summed, ranks) + broadcast
+
+    def __init__(
+        self, workload: Workload, layout: Layout, mesh: Mesh, device: torch.device, *, bucket_cap_mb: float = 25
+    ) -> None:
+        self.workload = workload
+        self.data_degree = layout.data
+        self.device = device
+        self.module = workload.build_model().to(device)
+        group = mesh.group("data")
+        if workload.synchronise_batch_norm:
+            self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module, group)
+        # Before DDP, which lays its gradients out as the parameters lie then: OSS makes them views of its buffers.
+        self.optimizer = RecipeOptimizer(self.module, workload, partial(sharded_optimizer, workload, group))
+        self.wrapped = DistributedDataParallel(
+            self.module,
+            process_group=group,
+            bucket_cap_mb=bucket_cap_mb,
+            find_unused_parameters=workload.leaves_parameters_unused,
+            gradient_as_bucket_view=True,
+        )
+
+    def train_step(self, batch: Batch) -> StepOutput:
+        loss_sum, num_tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0
+        self.optimizer.clear_gradients()
+        last = len(batch.micro_batches) - 1
+        for index, micro_batch in enumerate(batch.micro_batches):
+            without_exchange = self.wrapped.no_sync() if index < last else contextlib.nullcontext()
+            with without_exchange:
+                with phase("forward"):
+                    loss = self.workload.loss_sum(self.wrapped, micro_batch)
+                with phase("backward"):
+                    (loss * (self.data_degree / batch.global_num_tokens)).backward()
+            loss_sum += loss.detach()
+            num_tokens += micro_batch.num_tokens
+        with phase("optimizer"):
+            update = self.optimizer.step(tracks_norm=self.tracks_gradient_norm)
+        return StepOutput(
+            loss_sum=loss_sum,
+            num_tokens=num_tokens,
+            gradient_norm=update.gradient_norm,
+            skipped=update.skipped,
+            learning_rates=update.learning_rates,
+        )
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        return self.optimizer.unclipped_gradients()
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        return self.optimizer.full_parameters(self.module)
+
+    def replicated_tensors(self) -> Iterable[Tensor]:
+        yield from self.module.parameters()
+        yield from self.optimizer.masters
+
+    def memory_tensors(self) -> dict[MemoryCategory, Iterable[Tensor]]:
+        return {
+            "parameters": self.module.parameters(),
+            "gradients": self.optimizer.live_gradients(),
+            "optimizer_states": [*self.optimizer.state_tensors(), *moments(self.optimizer.optimizer)],
+        }
