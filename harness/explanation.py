@@ -28,6 +28,7 @@ from harness.layout import Layout
 from harness.parity import Tolerance, departures, describe
 from harness.shares import Share, gradients_by_use, partial_gradients, retrained
 from harness.trajectory import Trajectory
+from harness.unreduced import whose_shares
 from harness.workload import Workload
 
 Gradients = Mapping[str, Tensor]
@@ -132,9 +133,8 @@ def _gradient_cause(inquiry: _Inquiry, step: int, here: Sequence[Difference]) ->
         return _sentence(inquiry, _subject(inquiry, step, names, would_be), mixture, factor, shares)
     if step == 0 and (tie := _tie_cause(inquiry, names, gaps)):
         return tie
-    if _is_of_one_rank_each(inquiry, step, names, gaps):
-        whose = _subject(inquiry, step, names, None)
-        return f"each element of {whose} is one rank's share alone: shards are not reduced"
+    if not_reduced := _unreduced_cause(inquiry, step, names, gaps):
+        return not_reduced
     ratios = [_ratio(case[name], right[name]) for name in names]
     return f"no single factor explains it: the gradients of {_some(names)} are {_range(ratios)} x the right ones"
 
@@ -207,22 +207,19 @@ def _stale_cause(inquiry: _Inquiry, names: Sequence[str], gap: float) -> str | N
     return f"{_subject(inquiry, 1, names, both)} of step 1 holds {much}step 0's too: a buffer was not cleared"
 
 
-def _is_of_one_rank_each(inquiry: _Inquiry, step: int, names: Sequence[str], gaps: Mapping[str, float]) -> bool:
-    """Whether the gradients are put together from the shards of several ranks that hold their own shares."""
-    shares = inquiry.shares(step)
-    total = sum(share.num_tokens for share in shares)
-    ranks = sorted({share.data_rank for share in shares})
-    for name in names:
-        got = inquiry.case.gradients[step][name].double()
-        of_ranks = torch.zeros((len(ranks), *got.shape), dtype=torch.float64)
-        for share in shares:
-            if name in share.gradients:
-                of_ranks[ranks.index(share.data_rank)] += share.gradients[name].double() / total
-        nearest = (of_ranks - got).abs().min(0).indices
-        pieced = of_ranks.gather(0, nearest.unsqueeze(0)).squeeze(0)
-        if not inquiry.closes(relative_gradient(got, pieced, 0.0), gaps[name], inquiry.tolerance.gradient):
-            return False
-    return len(ranks) > 1
+def _unreduced_cause(inquiry: _Inquiry, step: int, names: Sequence[str], gaps: Mapping[str, float]) -> str | None:
+    """Whether the gradients are put together from single ranks' own shares."""
+    case = inquiry.case.gradients[step]
+
+    def is_explained(name: str, would_be: Tensor) -> bool:
+        residual = relative_gradient(case[name], would_be, 0.0)
+        return inquiry.closes(residual, gaps[name], inquiry.tolerance.gradient)
+
+    known = whose_shares({name: case[name] for name in names}, inquiry.shares(step), is_explained, inquiry.unit)
+    if known is None:
+        return None
+    when = f", though step {step - 1}'s was" if step else ""
+    return f"{_subject(inquiry, step, names, None)} {known}: not reduced{when}"
 
 
 def _tie_cause(inquiry: _Inquiry, names: Sequence[str], gaps: Mapping[str, float]) -> str | None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _MUTANTS = Path(__file__).with_name("zero_mutants.py")
 _SMALL = {"bucket_bytes": 4000}
-_UNREDUCED = "one rank's share alone: shards are not reduced"
+_UNREDUCED = "element by element, one rank's share alone: not reduced"
 _FAULTS: list[tuple[str, str, dict[str, Any], Layout, str]] = [
     # mutant, awkward workload, options, layout, what the explanation says
     (
