@@ -14,6 +14,7 @@ from harness.layout import Layout
 from harness.topology import Topology
 
 Role = Literal["subject", "peer", "floor", "reference"]
+Expected = Literal["ok", "parity failed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,8 @@ class Case:
     `role` says what the case is for in a comparison: ours (subject), someone else's (peer), or the compute-only floor,
     which exchanges nothing and is therefore not held against the reference. `comparison` names those that an
     interleaved suite times together, where not all of the same work are: they are all in memory at a time. `lane`
-    (fp64, fp32, bf16) follows from the precision.
+    (fp64, fp32, bf16) follows from the precision. `expected` is "parity failed" where it is known to train another
+    model than the reference: then that is how it has to end.
     """
 
     workload: str
@@ -58,18 +60,26 @@ class Case:
     precision: str = "fp32"
     role: Role = "subject"
     comparison: str = ""
+    expected: Expected = "ok"
     measurement: Measurement = field(default_factory=Measurement)
     deadline_seconds: float = 300.0
 
     def __post_init__(self) -> None:
         if self.role not in get_args(Role):
             raise ValueError(f"case: role must be one of {', '.join(get_args(Role))}, got {self.role!r}")
+        if self.expected not in get_args(Expected):
+            raise ValueError(f"case: expected must be one of {', '.join(get_args(Expected))}, got {self.expected!r}")
         if not isinstance(self.comparison, str):
             raise ValueError(f"case: comparison must be a name, got {self.comparison!r}")
         if not isinstance(self.layout, Layout):
             raise ValueError(f"case: layout must be a Layout, got {self.layout!r}")
         if not isinstance(self.measurement, Measurement):
             raise ValueError(f"case: measurement must be a Measurement, got {self.measurement!r}")
+        if self.expected == "parity failed" and (self.role == "floor" or not self.measurement.parity_steps):
+            raise ValueError(
+                f"case: expected 'parity failed' needs a case that is held against the reference, got role "
+                f"{self.role} with parity_steps {self.measurement.parity_steps}"
+            )
         deadline = self.deadline_seconds
         if not isinstance(deadline, int | float) or isinstance(deadline, bool) or not 0 < deadline < math.inf:
             raise ValueError(f"case: deadline_seconds must be a finite number above 0, got {deadline!r}")
@@ -96,7 +106,7 @@ class Case:
     @property
     def id(self) -> str:
         """Stable over sessions: a readable head and a hash of everything that identifies the work."""
-        not_identity = ("measurement", "deadline_seconds", "role")
+        not_identity = ("measurement", "deadline_seconds", "role", "expected")
         identity = {key: value for key, value in self.to_json().items() if key not in not_identity}
         if not self.comparison:
             del identity["comparison"]  # a case is the same one as before there were names for comparisons
@@ -121,6 +131,7 @@ class Case:
             "precision": self.precision,
             "role": self.role,
             "comparison": self.comparison,
+            "expected": self.expected,
             "measurement": asdict(self.measurement),
             "deadline_seconds": self.deadline_seconds,
         }
@@ -136,6 +147,7 @@ class Case:
             precision=data["precision"],
             role=data["role"],
             comparison=data.get("comparison", ""),
+            expected=data.get("expected", "ok"),
             measurement=Measurement(**data["measurement"]),
             deadline_seconds=data["deadline_seconds"],
         )

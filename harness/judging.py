@@ -17,8 +17,8 @@ from harness.workload import in_precision
 
 
 def judge(measured: MeasuredCase) -> None:
-    """Gives the case its parity, and the status `parity failed` where it parts from the reference. LaunchFailed if the
-    reference itself cannot be run."""
+    """Gives the case its parity, and the status `parity failed` where it parts from the reference; `failed` where it
+    was to part and does not. LaunchFailed if the reference itself cannot be run."""
     trajectory = measured.trajectory
     if trajectory is None:
         return
@@ -29,6 +29,8 @@ def judge(measured: MeasuredCase) -> None:
         parity = replace(parity, ok=False, replicas_bit_equal=False, explanation=reason)
     if not parity.ok:
         measured.status, measured.reason = "parity failed", parity.explanation
+    elif measured.case.expected == "parity failed":
+        measured.status, measured.reason = "failed", "expected to part from the reference, and did not"
     measured.parity = parity
     measured.metrics["parity.num_skipped_steps"] = float(sum(trajectory.skipped))
     measured.samples |= {

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from harness.case import Case, Suite
 from harness.report import STATUS_STYLES, headline
-from harness.result import HARMLESS, Result
+from harness.result import Result
 
 
 class Progress(Protocol):
@@ -90,7 +90,7 @@ class PlainProgress:
             self._case_line(case, text)
 
     def case_finished(self, result: Result) -> None:
-        self._case_line(result.case, f"{result.status}, {headline(result)}, {result.duration_seconds:.1f} s")
+        self._case_line(result.case, f"{result.shown_status}, {headline(result)}, {result.duration_seconds:.1f} s")
 
     def note(self, text: str) -> None:
         self._line(text)
@@ -120,7 +120,7 @@ class Row:
     @property
     def state(self) -> str:
         if self.result is not None:
-            return self.result.status
+            return self.result.shown_status
         return "waiting" if self.started is None else "running"
 
 
@@ -189,7 +189,7 @@ class RichProgress:
     def _heading(self, rows: Sequence[Row], now: float) -> str:
         results = [row.result for row in rows if row.result is not None]
         parts = [f"{self._name}: {len(results)} of {_count(len(rows), 'case')} done"]
-        if bad := sum(result.status not in HARMLESS for result in results):
+        if bad := sum(not result.is_harmless for result in results):
             parts.append(f"{bad} not ok")
         elapsed = now - self._started
         parts.append(clock(elapsed))
@@ -240,7 +240,7 @@ def tally(results: Sequence[Result]) -> str:
     """`12 cases: 10 ok, 1 unavailable, 1 failed`."""
     counts: dict[str, int] = {}
     for result in results:
-        counts[result.status] = counts.get(result.status, 0) + 1
+        counts[result.shown_status] = counts.get(result.shown_status, 0) + 1
     return f"{_count(len(results), 'case')}: " + ", ".join(f"{count} {status}" for status, count in counts.items())
 
 

@@ -10,7 +10,7 @@ from harness.result import Parity, Result
 def reasons(result: Result) -> list[str]:
     """Why a case is not ok: first which case, then one line for each thing that is known about it."""
     case = result.case
-    lines = [f"{result.status}: {case.label}, {case.layout}, {case.workload}, {case.precision}"]
+    lines = [f"{result.shown_status}: {case.label}, {case.layout}, {case.workload}, {case.precision}"]
     parity = result.parity
     parted = parity is not None and not parity.ok
     reason = result.reason or (parity.explanation if parity is not None and parted else None)

@@ -17,13 +17,16 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.reasons import departures, measured_on, reasons
-from harness.result import HARMLESS, RESULTS_FILE, Parity, Result
+from harness.result import RESULTS_FILE, Parity, Result
 
 RATIOS_FILE = "ratios.json"
 REPORT_FILE = "report.md"
-STATUS_STYLES = {"ok": "green", "unsupported": "dim", "unavailable": "yellow"} | dict.fromkeys(
-    ("failed", "timed out", "out of memory", "topology mismatch", "parity failed"), "bold red"
-)
+STATUS_STYLES = {
+    "ok": "green",
+    "unsupported": "dim",
+    "unavailable": "yellow",
+    "parity failed, as expected": "yellow",
+} | dict.fromkeys(("failed", "timed out", "out of memory", "topology mismatch", "parity failed"), "bold red")
 MLFLOW_COMMAND = "mlflow ui --backend-store-uri sqlite:///mlflow.db"
 _MIB = 2**20
 _WHOSE = {"subject": "ours", "peer": "peer"}
@@ -117,7 +120,7 @@ def columns(results: Sequence[Result]) -> tuple[Column, ...]:
         Column(header="CPU s/step", cell=_metric("cpu.seconds_per_step"), from_width=140),
         *(PIPELINE_COLUMNS if has_pipeline else ()),
         Column(header="parity", cell=lambda result: _verdict(result.parity), numeric=False),
-        Column(header="status", cell=lambda result: result.status, numeric=False),
+        Column(header="status", cell=lambda result: result.shown_status, numeric=False),
     )
 
 
@@ -196,7 +199,7 @@ def text(
         parts += [Text(line, style="yellow") for line in departures(result)]
         if result.status != "ok":
             first, *rest = reasons(result)
-            parts.append(Text(first, style=STATUS_STYLES[result.status]))
+            parts.append(Text(first, style=STATUS_STYLES[result.shown_status]))
             parts += [Text(f"  {line}") for line in rest]
             if result.traceback:
                 parts.append(Text(f"  traceback: {directory / REPORT_FILE}"))
@@ -253,8 +256,8 @@ def _where_mlflow_is() -> str:
 
 
 def is_success(results: Sequence[Result]) -> bool:
-    """Whether every case is ok, or could not be run here for a reason of its own."""
-    return all(result.status in HARMLESS for result in results)
+    """Whether every case is ok, could not be run here for a reason of its own, or parts as it was expected to."""
+    return all(result.is_harmless for result in results)
 
 
 def _title(results: Sequence[Result]) -> str:

@@ -67,6 +67,20 @@ class Result:
         if not_finite:
             raise ValueError(f"result: metrics must be finite, got {', '.join(not_finite)}")
 
+    @property
+    def is_as_expected(self) -> bool:
+        """Whether it parts from the reference, as it is known to."""
+        return self.status == "parity failed" == self.case.expected
+
+    @property
+    def is_harmless(self) -> bool:
+        """Whether nothing is wrong that ought not to be."""
+        return self.status in HARMLESS or self.is_as_expected
+
+    @property
+    def shown_status(self) -> str:
+        return f"{self.status}, as expected" if self.is_as_expected else self.status
+
     def stands_beside(self, strategy: str) -> bool:
         """Whether it is to be compared with implementations of `strategy`."""
         return strategy in (self.strategy, *self.comparable_strategies)

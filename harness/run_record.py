@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from harness.report import RATIOS_FILE, REPORT_FILE, read_ratios
-from harness.result import HARMLESS, Parity, Result, Status, logs_of, replace_non_finite
+from harness.result import Parity, Result, Status, logs_of, replace_non_finite
 from harness.workload import TRAINING_OPTIONS
 
 SUITES_EXPERIMENT = "meshmark/suites"
@@ -104,7 +104,7 @@ def case_record(result: Result, directory: Path) -> RunRecord:
             "result.json": json.dumps(replace_non_finite(result.to_json()), allow_nan=False),
             **_logs(logs_of(directory, result.case)),
         },
-        finished=result.status in HARMLESS,
+        finished=result.is_harmless,
         started=result.started,
         ended=result.started + result.duration_seconds,
     )
@@ -136,7 +136,7 @@ def suite_record(suite_run: str, results: Sequence[Result], directory: Path | No
     ValueError if the ratio table is broken."""
     files = [directory / name for name in (REPORT_FILE, RATIOS_FILE)] if directory else []
     artifacts = {path.name: path.read_text(encoding="utf-8") for path in files if path.is_file()}
-    finished = all(result.status in HARMLESS for result in results)
+    finished = all(result.is_harmless for result in results)
     counts = {f"cases.{status}": sum(result.status == status for result in results) for status in get_args(Status)}
     name = next((result.suite for result in results if result.suite), "")
     return RunRecord(

@@ -1,4 +1,4 @@
-"""FairScale's ShardedDataParallel over OSS: each gradient is reduced to the rank that owns the parameter, which steps it
+"""FairScale's ShardedDataParallel over OSS: each gradient is reduced to the rank that owns the parameter, which steps
 and broadcasts it (ZeRO stage 2: Rajbhandari et al. 2020, "ZeRO").
 
     backward   | d, reduced to 1 | c, reduced to 0 | b, reduced to 1 | a, reduced to 0 |

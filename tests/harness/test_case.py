@@ -27,6 +27,7 @@ def test_the_id_is_the_same_in_every_session() -> None:
         {"deadline_seconds": 7.0},
         {"measurement": Measurement(timed_steps=3, rounds=9)},
         {"role": "peer"},
+        {"expected": "parity failed"},
         {"options": {"bucket_bytes": 1000, "transport": "shared_memory"}},
         {"topology": Topology(ranks_per_node=2)},
     ],
@@ -57,13 +58,19 @@ def test_an_id_is_a_plain_file_name() -> None:
     assert not set(name) & set("/ :=")
 
 
+PARTS = replace(CASE, expected="parity failed")
+
+
 def test_json_and_back() -> None:
     assert Case.from_json(CASE.to_json()) == replace(CASE, topology=Topology(ranks_per_node=2))
     assert Case.from_json(CASE.to_json()).id == CASE.id
     named = replace(CASE, comparison="zero_1")
     assert Case.from_json(named.to_json()).comparison == "zero_1"
-    before_there_were_names = {key: value for key, value in CASE.to_json().items() if key != "comparison"}
-    assert Case.from_json(before_there_were_names).id == CASE.id
+    assert Case.from_json(PARTS.to_json()).expected == "parity failed"
+    later = ("comparison", "expected")
+    before_there_were_these = {key: value for key, value in CASE.to_json().items() if key not in later}
+    assert Case.from_json(before_there_were_these) == Case.from_json(CASE.to_json())
+    assert Case.from_json(before_there_were_these).id == CASE.id
     assert CASE.label == "native.ddp transport=shared_memory bucket_bytes=1000"
 
 
@@ -71,6 +78,17 @@ def test_json_and_back() -> None:
     ("values", "message"),
     [
         ({"role": "rival"}, "case: role must be one of subject, peer, floor, reference, got 'rival'"),
+        ({"expected": "failed"}, "case: expected must be one of ok, parity failed, got 'failed'"),
+        (
+            {"expected": "parity failed", "role": "floor"},
+            "case: expected 'parity failed' needs a case that is held against the reference, got role floor with "
+            "parity_steps 4",
+        ),
+        (
+            {"expected": "parity failed", "measurement": Measurement(parity_steps=0)},
+            "case: expected 'parity failed' needs a case that is held against the reference, got role subject with "
+            "parity_steps 0",
+        ),
         ({"comparison": 3}, "case: comparison must be a name, got 3"),
         ({"layout": "data=2"}, "case: layout must be a Layout, got 'data=2'"),
         ({"deadline_seconds": 0}, "case: deadline_seconds must be a finite number above 0, got 0"),

@@ -146,3 +146,5 @@ def test_the_time_left_needs_two_finished_cases() -> None:
 def test_figures_for_people() -> None:
     assert [clock(seconds) for seconds in (0, 65, 3723)] == ["0:00", "1:05", "1:02:03"]
     assert tally([OK, FAILED, OK]) == "3 cases: 2 ok, 1 failed"
+    parted = replace(OK, status="parity failed", case=replace(OK.case, expected="parity failed"))
+    assert tally([OK, parted]) == "2 cases: 1 ok, 1 parity failed, as expected"

@@ -60,6 +60,7 @@ DIVERGED = result(data=4, status="parity failed", parity=PARTED, metrics=METRICS
 CRASHED = result("torch.ddp", status="failed", reason="rank 1: gone\nfar", culprit=1, traceback="Traceback:\n  x")
 MISSING = result("torch.ddp", 8, status="unavailable", reason="No module named 'deepspeed'")
 IMAGES = result(workload="convnet", metrics={"throughput.samples_per_second": 99.96, "step.median_seconds": 0.0005})
+PARTED_AS_KNOWN = replace(DIVERGED, case=replace(DIVERGED.case, expected="parity failed"))
 ALL = [ALONE, MEASURED, DIVERGED, CRASHED, MISSING, IMAGES]
 RATIOS = [
     {
@@ -282,7 +283,21 @@ def test_a_broken_ratio_file_is_named(tmp_path: Path, content: str) -> None:
 
 @pytest.mark.parametrize(
     ("results", "success"),
-    [([MEASURED, MISSING], True), ([MEASURED, CRASHED], False), ([DIVERGED], False)],
+    [
+        ([MEASURED, MISSING], True),
+        ([MEASURED, CRASHED], False),
+        ([DIVERGED], False),
+        ([MEASURED, PARTED_AS_KNOWN], True),
+    ],
 )
 def test_only_what_failed_fails_a_run(results: list[Result], success: bool) -> None:
     assert report.is_success(results) is success
+
+
+def test_a_case_that_parts_as_it_is_known_to_says_so_with_its_explanation() -> None:
+    assert markdown_rows([PARTED_AS_KNOWN])["native.ddp data=4"]["status"] == "parity failed, as expected"
+    first, *rest = reasons.reasons(PARTED_AS_KNOWN)
+    assert first == "parity failed, as expected: native.ddp, data=4, gpt:size=17m, fp32"
+    assert rest == reasons.reasons(DIVERGED)[1:]
+    lines = shown(report.text([PARTED_AS_KNOWN], [], Path("r"), 160), width=160)
+    assert sum("parity failed, as expected" in line for line in lines) == 2

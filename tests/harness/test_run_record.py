@@ -171,6 +171,9 @@ def test_only_a_harmless_status_is_finished(status, finished):
     assert record.finished is finished
     assert record.metrics["cases"] == 2
     assert record.metrics[f"cases.{status}"] == (2 if status == "ok" else 1)
+    known = result(status=status)
+    known = dataclasses.replace(known, case=dataclasses.replace(known.case, expected="parity failed"))
+    assert case_record(known, HERE).finished is (finished or status == "parity failed")
 
 
 def test_suite_runs_are_told_apart_the_latest_last():

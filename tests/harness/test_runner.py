@@ -259,6 +259,20 @@ def test_cases_are_timed_side_by_side_with_their_like_only() -> None:
     assert runner._groups(Suite(name="s", cases=mixed)) == [[each] for each in mixed]
 
 
+def test_a_case_that_is_known_to_part_must_part(tmp_path: Path) -> None:
+    measurement = Measurement(parity_steps=3, timed_steps=0, communication_steps=0, memory_steps=0)
+    of = {"implementation": "native.ddp", "measurement": measurement, "expected": "parity failed"}
+    cases = (case("", options={"reduction": "none"}, **of), case("", 1, **of))
+    unreduced, right = runner.run(Suite(name="s", cases=cases), tmp_path, progress=SilentProgress())
+    assert (unreduced.status, unreduced.is_harmless) == ("parity failed", True)
+    assert "rank 0's share alone: not reduced" in (unreduced.reason or "")
+    assert (right.status, right.is_harmless) == ("failed", False)
+    assert right.reason == "expected to part from the reference, and did not"
+    assert right.parity is not None
+    assert right.parity.ok
+    assert [each.case.expected for each in read(tmp_path)] == ["parity failed", "parity failed"]
+
+
 @pytest.mark.parametrize(
     ("source", "status", "reason"),
     [
