@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.data import IGNORE_INDEX
 from harness.implementation import Implementation, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import RecipeOptimizer, global_norm, norm_over_ranks
 from harness.parameters import LogicalParameter, MemoryCategory
 from harness.tensor_plan import VocabularyParallel
-from harness.workload import IGNORE_INDEX, Batch, Workload
+from harness.workload import Batch, Workload
 from impls.fairscale.parts import library
 from impls.fairscale.parts.parallel_costs import memory_bytes, step_wire_bytes
 from impls.fairscale.parts.parallel_layers import cut, cuts_logits, plan_of
@@ -43,9 +44,7 @@ class FairScaleTensorParallel(Implementation):
             return f"FairScale's layers take a tensor degree alone, got {layout}"
         precision = workload.precision
         if precision.gradient != precision.compute:
-            return (
-                f"gradients come in the parameters' dtype, got {precision.name} with gradients in {precision.gradient}"
-            )
+            return f"gradients have the parameters' dtype, got {precision.name} with gradients in {precision.gradient}"
         return workload.fits_tensor_degree(layout.tensor) or _why_not_vocabulary(workload, layout.tensor)
 
     @classmethod

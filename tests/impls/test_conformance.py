@@ -71,6 +71,7 @@ _SETTINGS: dict[str, list[dict[str, Any]]] = {
     ],
     "torch.hybrid": [{}, {"schedule": "zero_bubble", "chunks": 2}],
     "torch.fsdp": [{}, {"reshard_after_forward": False}],
+    "fairscale.pipe": [{}, {"chunks": 1}, {"num_partitions": 3, "chunks": 2, "checkpoint": "except_last"}],
     "fairscale.sharded_ddp": [{}, {"reduce_buffer_size": 0}, {"reduce_buffer_size": 500}],
 }
 _NOT_TRAINING = {"native.floor"}  # exchanges nothing, by design

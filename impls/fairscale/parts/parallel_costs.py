@@ -38,7 +38,7 @@ def memory_bytes(
 
 
 def step_wire_bytes(workload: Workload, parameters: Sequence[LogicalParameter], num_ranks: int) -> int | None:
-    """What a rank sends in a step; None where blocks are computed again in backward, as far as torch finds necessary."""
+    """What a rank sends in a step; None where backward computes blocks again, as far as torch finds it necessary."""
     if workload.training.activation_checkpointing:
         return None
     model = in_compute_precision(workload, workload.model_without_memory())
@@ -74,10 +74,9 @@ def _of_one_pass(workload: Workload, model: nn.Module, micro_batch: MicroBatch) 
         modules[name].register_forward_hook(partial(watch, role))
         for name, role in plan_of(workload, model).roles.items()
     ]
+    inputs, targets = (torch.empty_like(tensor, device="meta") for tensor in (micro_batch.inputs, micro_batch.targets))
     try:
-        workload.loss_sum(
-            model, replace(micro_batch, inputs=_meta(micro_batch.inputs), targets=_meta(micro_batch.targets))
-        )
+        workload.loss_sum(model, replace(micro_batch, inputs=inputs, targets=targets))
     finally:
         for handle in handles:
             handle.remove()
@@ -100,7 +99,3 @@ def _of_layer(
     num_targets = output.numel() // output.shape[-1]
     itemsize = torch.promote_types(output.dtype, torch.float32).itemsize
     yield from [("all_reduce", num_targets * itemsize)] * 3
-
-
-def _meta(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="meta")

@@ -1,4 +1,4 @@
-"""A model whose layers are cut along the tensor axis by FairScale's model-parallel layers, by the workload's tensor plan.
+"""A model cut along the tensor axis: FairScale's model-parallel layers in place of those that a tensor plan names.
 
 Each of these layers cuts the weight that its `init_method` fills in: it is given the model's own, whole.
 """
@@ -80,7 +80,7 @@ def cut(model: nn.Module, workload: Workload) -> LayerCut:
     )
     modules = dict(model.named_modules())
     for name, role in plan.roles.items():
-        with _default_dtype(modules[name].weight.dtype):  # type: ignore[arg-type]  # a tensor's
+        with _default_dtype(modules[name].weight.dtype):
             layer = _parallel_layer(modules[name], role, gathers=not cuts_logits(workload))
         model.set_submodule(name, layer.train())
     for parameter in result.registry:
