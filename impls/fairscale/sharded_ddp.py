@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,13 @@ from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import RecipeOptimizer, global_norm, norm_over_ranks
 from harness.parameters import LogicalParameter, MemoryCategory
-from harness.workload import Batch, Workload
+from harness.workload import Batch, MicroBatch, Workload
 from impls.fairscale.parts import library
 from impls.fairscale.parts.gradient_buckets import Reductions, reductions_of
 from impls.fairscale.parts.ownership import broadcast_bytes, memory_bytes, num_elements, owner_bytes, shares_of
 from impls.fairscale.parts.sharded_optimizer import moments, owners_by_name, sharded_optimizer, why_not
+
+LossScaling = Literal["global_tokens", "rank_mean"]
 
 _REDUCE_BUFFER_SIZE = 1 << 23
 
@@ -34,6 +36,9 @@ class FairScaleShardedDataParallel(Implementation):
     """`reduce_buffer_size` is ShardedDataParallel's own, in elements: as many of each owner's gradients, the smallest
     first, are reduced in one buffer, which every rank keeps whole; 0 reduces each gradient on its own and keeps it on
     its owner alone. It averages over ranks, so each rank's loss is multiplied by their number.
+
+    `loss_scaling=rank_mean` divides each rank's loss by its own tokens and micro-batches instead of the global count,
+    as training code without a view of the other ranks does: right where all have alike.
 
     `set_to_none=True` clears gradients as torch's optimizers do unless told otherwise. They then lie beside the
     buffers, which are reduced all the same: from the second step on each owner steps its own share.
@@ -48,8 +53,12 @@ class FairScaleShardedDataParallel(Implementation):
 
     @classmethod
     def refused_options(cls, options: Mapping[str, Any]) -> str | None:
-        size = _buffer_size(options)
-        return f"reduce_buffer_size must be at least 0, got {size}" if size < 0 else None
+        if (size := _buffer_size(options)) < 0:
+            return f"reduce_buffer_size must be at least 0, got {size}"
+        known = get_args(LossScaling)
+        if (scaling := options.get("loss_scaling", known[0])) not in known:
+            return f"loss_scaling must be one of {', '.join(known)}, got {scaling!r}"
+        return None
 
     @classmethod
     def unsupported(
@@ -94,15 +103,18 @@ class FairScaleShardedDataParallel(Implementation):
         device: torch.device,
         *,
         reduce_buffer_size: int = _REDUCE_BUFFER_SIZE,
+        loss_scaling: LossScaling = "global_tokens",
         set_to_none: bool = False,
     ) -> None:
         from fairscale.nn.data_parallel import ShardedDataParallel
 
-        if reason := self.refused_options({"reduce_buffer_size": reduce_buffer_size}):
+        options = {"reduce_buffer_size": reduce_buffer_size, "loss_scaling": loss_scaling}
+        if reason := self.refused_options(options):
             raise ValueError(f"fairscale.sharded_ddp: {reason}")
         self.workload = workload
         self.data_degree = layout.data
         self.device = device
+        self.loss_scaling = loss_scaling
         self.set_to_none = set_to_none
         self.group = mesh.group("data")
         self.module = workload.build_model().to(device)
@@ -125,7 +137,7 @@ class FairScaleShardedDataParallel(Implementation):
                 with phase("forward"):
                     loss = self.workload.loss_sum(self.wrapped, micro_batch)
                 with phase("backward"):
-                    (loss * (self.data_degree / batch.global_num_tokens)).backward()
+                    (loss * self._loss_scale(batch, micro_batch)).backward()
             loss_sum += loss.detach()
             num_tokens += micro_batch.num_tokens
         with phase("optimizer"):
@@ -137,6 +149,12 @@ class FairScaleShardedDataParallel(Implementation):
             skipped=update.skipped,
             learning_rates=update.learning_rates,
         )
+
+    def _loss_scale(self, batch: Batch, micro_batch: MicroBatch) -> float:
+        """What the mean over ranks of the losses is to be multiplied by."""
+        if self.loss_scaling == "rank_mean":
+            return 1 / (max(micro_batch.num_tokens, 1) * len(batch.micro_batches))
+        return self.data_degree / batch.global_num_tokens
 
     def _norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Of what each rank owns: what it holds of the others' is no sum."""

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 SUPPORTED = "0.4.13"
 """Its last release: what its wrappers do with buckets and hooks is known of this one."""
-_MODULES = ("optim.oss", "nn.data_parallel", "nn.pipe", "nn.model_parallel")
+MODULES = ("optim.oss", "nn.data_parallel", "nn.pipe", "nn.model_parallel")
 
 _FULLY_SHARDED_STEP = """
 import tempfile, torch, torch.distributed as dist
@@ -37,7 +37,7 @@ def why_unavailable() -> str | None:
         return f"fairscale {SUPPORTED} is expected, {version} is installed"
     try:
         with _silenced():
-            for name in _MODULES:
+            for name in MODULES:
                 importlib.import_module(f"fairscale.{name}")
     except Exception as error:  # whatever breaks it on this torch
         return f"fairscale {version} cannot be imported: {type(error).__name__}: {error}".splitlines()[0]
