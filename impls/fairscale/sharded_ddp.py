@@ -79,18 +79,23 @@ class FairScaleShardedDataParallel(Implementation):
     def predicted_memory(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> Mapping[MemoryCategory, int] | None:
+        """Gradients of several micro-batches are whole on every rank until the last one has been reduced."""
+        whole = memory_bytes(workload, parameters, layout.data)
+        if workload.training.num_micro_batches > 1:
+            return whole
         reductions = _reductions(parameters, layout, options)
-        gradients = max(map(reductions.gradient_bytes, range(layout.data)))
-        return {**memory_bytes(workload, parameters, layout.data), "gradients": gradients}
+        return {**whole, "gradients": max(map(reductions.gradient_bytes, range(layout.data)))}
 
     @classmethod
     def predicted_wire_bytes(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> int | None:
-        """Reductions, the owners' parameters and the first rank's buffers, of the busiest rank."""
+        """Of the busiest rank its part in reductions, in bringing owners' parameters and the first rank's buffers to all
+        others, and in the norm where the recipe asks for it."""
         ranks, reductions = layout.data, _reductions(parameters, layout, options)
         roots, buffers = owner_bytes(workload, shares_of(parameters, ranks)), {0: workload.buffer_bytes()}
-        return max(
+        norm = (ranks - 1) * torch.float64.itemsize if workload.training.checks_norm else 0
+        return norm + max(
             reductions.wire_bytes(rank) + broadcast_bytes(rank, roots, ranks) + broadcast_bytes(rank, buffers, ranks)
             for rank in range(ranks)
         )

@@ -52,7 +52,7 @@ def why_not_fully_sharded_on_cpu() -> str | None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         return f"one step on a CPU does not end within {_PROBE_SECONDS} s"
-    return None if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
+    return None if done.returncode == 0 else done.stderr.strip().splitlines()[-1].removeprefix("[rank0]: ")
 
 
 @contextlib.contextmanager
