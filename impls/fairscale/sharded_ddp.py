@@ -90,8 +90,8 @@ class FairScaleShardedDataParallel(Implementation):
     def predicted_wire_bytes(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> int | None:
-        """Of the busiest rank its part in reductions, in bringing owners' parameters and the first rank's buffers to all
-        others, and in the norm where the recipe asks for it."""
+        """Of the busiest rank its part in reductions, in bringing owners' parameters and the first rank's buffers to
+        all others, and in the norm where the recipe asks for it."""
         ranks, reductions = layout.data, _reductions(parameters, layout, options)
         roots, buffers = owner_bytes(workload, shares_of(parameters, ranks)), {0: workload.buffer_bytes()}
         norm = (ranks - 1) * torch.float64.itemsize if workload.training.checks_norm else 0

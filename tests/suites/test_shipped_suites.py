@@ -1,11 +1,13 @@
 """The suites that come with Meshmark hold what README promises of them."""
 
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 
-from harness import implementation, models, suites, validation
+from harness import implementation, models, runner, suites, validation
 from harness.case import Case
+from harness.progress import SilentProgress
 
 TRANSPORTS = ("process_group", "shared_memory")
 OURS = {
@@ -95,3 +97,25 @@ def test_peers_trains_the_model_that_is_heavy_on_communication() -> None:
     workload = models.load(suites.load("peers").cases[0].workload)
     num_parameters = sum(parameter.numel() for parameter in workload.build_model().parameters())
     assert 16e6 < num_parameters < 18e6
+
+
+def test_every_pitfall_stands_beside_the_same_work_without_it() -> None:
+    cases = suites.load("pitfalls").cases
+    pitfalls = [case for case in cases if case.expected == "parity failed"]
+    sound = {(case.implementation, case.workload, case.layout) for case in cases if case.expected == "ok"}
+    assert len(pitfalls) >= 2
+    for case in pitfalls:
+        assert case.options, f"{case.label}: no setting of its own"
+        assert (case.implementation, case.workload, case.layout) in sound
+
+
+@pytest.mark.baselines
+def test_the_gate_sees_every_pitfall_and_nothing_else(tmp_path: Path) -> None:
+    results = runner.run(suites.load("pitfalls"), tmp_path, progress=SilentProgress())
+    known = [result for result in results if result.status != "unavailable"]
+    if not known:
+        pytest.skip(f"no library is there: {results[0].reason}")
+    assert [result.status for result in known] == [result.case.expected for result in known]
+    for result in known:
+        if result.is_as_expected:
+            assert "no single factor" not in str(result.reason), result.reason
