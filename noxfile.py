@@ -67,7 +67,7 @@ def baselines(session: nox.Session) -> None:
     """The tests of DeepSpeed's and FairScale's implementations. Arguments go to pytest."""
     install(session)
     install_peers(session)
-    session.run(f"{COMMANDS}/pytest", "-m", "baselines", *(session.posargs or ["tests/impls"]))
+    session.run(f"{COMMANDS}/pytest", "-m", "baselines", *session.posargs)
 
 
 @nox.session(python=False)

@@ -20,7 +20,7 @@ from harness.differences import differences
 from harness.explanation import explain
 from harness.layout import Layout
 from harness.parity import Tolerance
-from harness.shares import gradients_by_use
+from harness.shares import gradients_by_use, partial_gradients
 from harness.trajectory import Trajectory
 from harness.workload import Workload
 
@@ -95,6 +95,53 @@ def test_a_bucket_that_was_not_reduced_is_named() -> None:
     assert sentence.endswith(
         "; the gradient of 'head.norm.weight', 'head.norm.bias', 'head.vocabulary.weight' (3 of 29 parameters, the "
         "others are right) holds rank 0's share alone: not reduced, divided by rank 0's own token count (30)"
+    )
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize(
+    ("scale", "text"),
+    [
+        (lambda total, own: 1 / total, ""),
+        (lambda total, own: DATA_DEGREE / total, ", multiplied by the data degree (2)"),
+        (lambda total, own: 1 / own, ", divided by its own token count ({}, {})"),
+    ],
+    ids=["global count", "times data degree", "own count"],
+)
+def test_shares_that_their_owners_never_summed_are_named(
+    step: int, scale: Callable[[int, int], float], text: str
+) -> None:
+    """Each parameter's owner, another for every second one, holds its own share."""
+    shares = partial_gradients(gpt_workload("fp64"), DATA_DEGREE, step, reference("fp64").starting_parameters)
+    counts = [sum(share.num_tokens for share in shares if share.data_rank == rank) for rank in range(DATA_DEGREE)]
+    names = list(reference("fp64").gradients[step])
+
+    def of_owner(name: str, gradients: Gradients) -> torch.Tensor:
+        owner = names.index(name) % DATA_DEGREE
+        parts = [share.gradients[name] for share in shares if share.data_rank == owner and name in share.gradients]
+        return torch.stack(parts).sum(0) * scale(sum(counts), counts[owner])
+
+    sentence = explained(with_gradients(trained("fp64"), step, of_owner))
+    when = ", though step 0's was" if step else ""
+    assert sentence.startswith(f"parts at step {step}, ")
+    assert sentence.endswith(f"; every gradient is one rank's share alone{text.format(*counts)}: not reduced{when}")
+
+
+def test_shards_that_were_never_summed_are_named() -> None:
+    """The first rank has the first half of every parameter's elements."""
+    shares = partial_gradients(gpt_workload("fp64"), DATA_DEGREE, 0, reference("fp64").starting_parameters)
+    total = sum(share.num_tokens for share in shares)
+
+    def pieced(name: str, gradients: Gradients) -> torch.Tensor:
+        of_ranks = [
+            sum(share.gradients[name] for share in shares if share.data_rank == rank) / total for rank in range(2)
+        ]
+        half = gradients[name].numel() // 2
+        flat = torch.cat([of_ranks[0].flatten()[:half], of_ranks[1].flatten()[half:]])
+        return flat.view_as(gradients[name])
+
+    assert explained(with_gradients(trained("fp64"), 0, pieced)).endswith(
+        "; every gradient is, element by element, one rank's share alone: not reduced"
     )
 
 
