@@ -177,6 +177,34 @@ class Worker:
             torch.save({**full, "gradients": gradients}, path)
         return record
 
+    def all_reduce_seconds(self, num_bytes: int, num_repeats: int) -> list[float]:
+        """Seconds of each of some all-reduces of `num_bytes` over all ranks, on the harness' own group; one more, which
+        does not count, goes before them."""
+        payload = torch.ones(max(1, num_bytes // 4))
+        seconds = []
+        for _ in range(num_repeats + 1):
+            dist.barrier(group=self.control)
+            began = time.perf_counter()
+            dist.all_reduce(payload, group=self.control)
+            seconds.append(time.perf_counter() - began)
+        return seconds[1:]
+
+    def round_trip_seconds(self, ranks: tuple[int, int], num_repeats: int) -> list[float]:
+        """Seconds of each of some messages of a few bytes from the first of two ranks to the second and back; none on
+        the others."""
+        message, seconds = torch.zeros(1), []
+        here, there = ranks
+        for _ in range(num_repeats):
+            began = time.perf_counter()
+            if self.job.rank == here:
+                dist.send(message, there, group=self.control)
+                dist.recv(message, there, group=self.control)
+                seconds.append(time.perf_counter() - began)
+            elif self.job.rank == there:
+                dist.recv(message, here, group=self.control)
+                dist.send(message, here, group=self.control)
+        return seconds
+
     def replica_checksum(self) -> str:
         """A digest of everything this rank must hold in common with the others of its data axis."""
         return checksum(self._built().replicated_tensors())
@@ -362,6 +390,8 @@ def _settle(job: Job) -> None:
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tie_to_server()
+    if job.network is not None:
+        job.network.enter()  # before anything makes a thread or a socket
     log = _open_anew(job.log)
     os.dup2(log, 1)
     os.dup2(log, 2)

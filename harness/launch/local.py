@@ -18,8 +18,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from harness.launch.emulated import EmulatedNodes
 from harness.launch.failure import Ending, Report, first_failure, too_late
 from harness.launch.fork_server import Fork
+from harness.launch.node_network import NodeNetwork
 
 _GRACE_SECONDS = 1.0  # after the first failure, for the other ranks' own reports
 _ECHO_GRACE_SECONDS = 5.0  # the same, while all that is known are echoes of a failure that nobody has told yet
@@ -45,6 +47,7 @@ class Job:
     threads: int
     instrumented: bool
     timeout_seconds: float
+    network: NodeNetwork | None = None
 
     @property
     def log(self) -> Path:
@@ -85,7 +88,8 @@ class _Rank:
 
 
 class LocalLaunch:
-    """The ranks of one case, waiting for commands. Use as a context manager: leaving it ends every rank.
+    """The ranks of one case, waiting for commands, each in the network of its node where there are `nodes`. Use as a
+    context manager: leaving it ends every rank.
 
     The deadline bounds the time that its commands take, all together, with the ranks' start: a launch that waits while
     others have their turn loses nothing.
@@ -102,6 +106,7 @@ class LocalLaunch:
         threads: int = 1,
         instrumented: bool = False,
         deadline_seconds: float = 300.0,
+        nodes: EmulatedNodes | None = None,
     ) -> None:
         from harness.worker import main
 
@@ -124,6 +129,7 @@ class LocalLaunch:
                     threads=threads,
                     instrumented=instrumented,
                     timeout_seconds=deadline_seconds + _COLLECTIVE_MARGIN_SECONDS,
+                    network=None if nodes is None else nodes.network_of(rank),
                 )
                 self._ranks.append(_Rank(fork=Fork(main, job, f"meshmark rank {rank}"), job=job))
         except BaseException:
