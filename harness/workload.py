@@ -152,6 +152,11 @@ class Batch:
     micro_batches: tuple[MicroBatch, ...]
     global_num_tokens: int
 
+    @property
+    def num_tokens(self) -> int:
+        """This share's valid targets."""
+        return sum(micro_batch.num_tokens for micro_batch in self.micro_batches)
+
     def to(self, device: torch.device) -> Batch:
         """The same share on another device."""
         moved = (

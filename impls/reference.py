@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from harness.implementation import Implementation, StepOutput, phase
+from harness.evaluation import evaluating, sum_losses
+from harness.implementation import EvaluationOutput, Implementation, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import RecipeOptimizer
@@ -64,10 +66,8 @@ class Reference(Implementation):
         starting_buffers = self.full_buffers() if self.data_degree > 1 else {}
         winning_buffers: dict[str, Tensor] = {}
         for data_rank in range(self.data_degree):
-            share = batch
-            if self.data_degree > 1:
-                share = self.workload.batch(batch.step, data_rank=data_rank, data_degree=self.data_degree)
-                self._set_buffers(starting_buffers)
+            share = self._share(batch, data_rank)
+            self._set_buffers(starting_buffers)
             for micro_batch in share.micro_batches:
                 with phase("forward"):
                     loss = self.workload.loss_sum(self.module, micro_batch)
@@ -88,6 +88,16 @@ class Reference(Implementation):
             learning_rates=update.learning_rates,
         )
 
+    def evaluate(self, batch: Batch) -> EvaluationOutput:
+        loss_sum, num_tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0
+        for data_rank in range(self.data_degree):
+            share = self._share(batch, data_rank)
+            with evaluating(self.module):
+                output = sum_losses(share, partial(self.workload.loss_sum, self.module), self.device)
+            loss_sum += output.loss_sum
+            num_tokens += output.num_tokens
+        return EvaluationOutput(loss_sum=loss_sum, num_tokens=num_tokens)
+
     def full_gradients(self) -> dict[str, Tensor]:
         return self.optimizer.unclipped_gradients()
 
@@ -100,6 +110,12 @@ class Reference(Implementation):
             "gradients": self.optimizer.live_gradients(),
             "optimizer_states": self.optimizer.state_tensors(),
         }
+
+    def _share(self, batch: Batch, data_rank: int) -> Batch:
+        if self.data_degree == 1:
+            return batch
+        share = self.workload.batch(batch.step, data_rank=data_rank, data_degree=self.data_degree)
+        return share.to(self.device)
 
     def _set_buffers(self, values: Mapping[str, Tensor]) -> None:
         for name, buffer in self.module.named_buffers():

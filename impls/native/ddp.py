@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from harness.implementation import Implementation, Preparation, StepOutput, phase
+from harness.implementation import EvaluationOutput, Implementation, Preparation, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import clip_coefficient, global_norm
@@ -233,6 +233,10 @@ class NativeDataParallel(Implementation):
             bucket.update(learning_rate, scale)
         self.num_updates += 1
         return norm, False
+
+    def evaluate(self, batch: Batch) -> EvaluationOutput:
+        self._check_parameters()
+        return self.model.evaluate(batch)
 
     def full_gradients(self) -> dict[str, Tensor]:
         full: dict[str, Tensor] = {}

@@ -81,7 +81,7 @@ class TensorSlice(RankModel):
             return super().loss(outputs, targets)
         return tensor_vocabulary.cross_entropy_sum(outputs, targets, self._head_first, self.context)
 
-    def borders(self, inputs: Tensor) -> tuple[Border, ...]:
+    def borders(self, inputs: Tensor, *, evaluates: bool = False) -> tuple[Border, ...]:
         exchange = self.context.exchange
         without_values = TensorSlice(
             self.workload,
@@ -93,7 +93,7 @@ class TensorSlice(RankModel):
             data_degree=self._data_degree,
             module=in_compute_precision(self.workload, self.workload.model_without_memory()),
         )
-        found = borders(self.workload, inputs, lambda: without_values.module)
+        found = borders(self.workload, inputs, lambda: without_values.module, evaluates=evaluates)
         self._pieces[tuple(inputs.shape)] = without_values.context.sizes
         return found
 
