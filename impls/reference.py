@@ -66,8 +66,10 @@ class Reference(Implementation):
         starting_buffers = self.full_buffers() if self.data_degree > 1 else {}
         winning_buffers: dict[str, Tensor] = {}
         for data_rank in range(self.data_degree):
-            share = self._share(batch, data_rank)
-            self._set_buffers(starting_buffers)
+            share = batch
+            if self.data_degree > 1:
+                share = self.workload.batch(batch.step, data_rank=data_rank, data_degree=self.data_degree)
+                self._set_buffers(starting_buffers)
             for micro_batch in share.micro_batches:
                 with phase("forward"):
                     loss = self.workload.loss_sum(self.module, micro_batch)
@@ -89,14 +91,9 @@ class Reference(Implementation):
         )
 
     def evaluate(self, batch: Batch) -> EvaluationOutput:
-        loss_sum, num_tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0
-        for data_rank in range(self.data_degree):
-            share = self._share(batch, data_rank)
-            with evaluating(self.module):
-                output = sum_losses(share, partial(self.workload.loss_sum, self.module), self.device)
-            loss_sum += output.loss_sum
-            num_tokens += output.num_tokens
-        return EvaluationOutput(loss_sum=loss_sum, num_tokens=num_tokens)
+        # In evaluation mode no sample's result depends on its neighbours: there are no shares to replay.
+        with evaluating(self.module):
+            return sum_losses(batch, partial(self.workload.loss_sum, self.module), self.device)
 
     def full_gradients(self) -> dict[str, Tensor]:
         return self.optimizer.unclipped_gradients()
@@ -110,12 +107,6 @@ class Reference(Implementation):
             "gradients": self.optimizer.live_gradients(),
             "optimizer_states": self.optimizer.state_tensors(),
         }
-
-    def _share(self, batch: Batch, data_rank: int) -> Batch:
-        if self.data_degree == 1:
-            return batch
-        share = self.workload.batch(batch.step, data_rank=data_rank, data_degree=self.data_degree)
-        return share.to(self.device)
 
     def _set_buffers(self, values: Mapping[str, Tensor]) -> None:
         for name, buffer in self.module.named_buffers():
