@@ -158,12 +158,14 @@ def try_one(
 
     with _bad_input():
         measurement = Measurement(timed_steps=steps)
+        options = validation.options_from(_options(option or []), implementation)
         tried = Case(
             workload=workload,
             implementation=implementation,
             layout=Layout(data=data, shard=shard, tensor=tensor, pipeline=pipeline),
-            options=validation.options_from(_options(option or []), implementation),
+            options=options,
             precision=precision,
+            role="floor" if validation.is_floor(implementation, options) else "subject",
             measurement=measurement,
         )
         reference = Case(

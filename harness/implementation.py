@@ -93,6 +93,11 @@ class Implementation(ABC):
         return (cls.strategy_of(options),)
 
     @classmethod
+    def is_floor(cls, options: Mapping[str, Any]) -> bool:
+        """Whether under these options it exchanges nothing, on purpose: it trains no model then."""
+        return False
+
+    @classmethod
     def unsupported(
         cls, workload: Workload, layout: Layout, device: torch.device, options: Mapping[str, Any]
     ) -> str | None:

@@ -27,6 +27,10 @@ class ComputeFloor(Implementation):
     makes_gradients = True
 
     @classmethod
+    def is_floor(cls, options: Mapping[str, Any]) -> bool:
+        return True
+
+    @classmethod
     def unsupported(
         cls, workload: Workload, layout: Layout, device: torch.device, options: Mapping[str, Any]
     ) -> str | None:

@@ -40,6 +40,10 @@ class NativeTensorParallel(NativeDataParallel):
     whose: ClassVar[str] = "native.tensor"
 
     @classmethod
+    def is_floor(cls, options: Mapping[str, Any]) -> bool:
+        return options.get("transport") == "none"
+
+    @classmethod
     def unsupported(
         cls, workload: Workload, layout: Layout, device: torch.device, options: Mapping[str, Any]
     ) -> str | None:
