@@ -1,5 +1,5 @@
 """What a checkout can do: `nox -s smoke`, `nox -s tests`, `nox -s lint`, `nox -s peers`, `nox -s sharding`,
-`nox -s conformance`.
+`nox -s baselines`, `nox -s conformance`.
 
 All sessions share the virtual environment .venv, so torch is installed once; nox itself gives each session its own, so
 they run with `python=False` and name .venv's commands. It is installed again only when pyproject.toml or
@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import tomllib
 from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 
 nox.options.sessions = ["smoke", "tests", "lint"]
 
@@ -56,7 +58,16 @@ def lint(session: nox.Session) -> None:
 def peers(session: nox.Session) -> None:
     """Ours timed beside other people's, in rounds that take turns, and the ratio table. Wants a quiet machine."""
     install(session)
+    install_peers(session)
     session.run(f"{COMMANDS}/meshmark", "run", "peers", *session.posargs)
+
+
+@nox.session(python=False)
+def baselines(session: nox.Session) -> None:
+    """The tests of DeepSpeed's and FairScale's implementations. Arguments go to pytest."""
+    install(session)
+    install_peers(session)
+    session.run(f"{COMMANDS}/pytest", "-m", "baselines", *(session.posargs or ["tests/impls"]))
 
 
 @nox.session(python=False)
@@ -81,3 +92,13 @@ def install(session: nox.Session) -> None:
     extras = ",".join(EXTRAS)
     session.run(str(python), "-m", "pip", "install", "-c", "constraints.txt", "-e", f".[{extras}]")
     stamp.write_text(wanted)
+
+
+def install_peers(session: nox.Session) -> None:
+    """DeepSpeed and FairScale, pinned, each on its own: where one cannot be installed, its rows say unavailable."""
+    extras = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for requirement in extras["peers"]:
+        try:
+            session.run(f"{COMMANDS}/python", "-m", "pip", "install", "-c", "constraints.txt", requirement)
+        except CommandFailed:
+            session.warn(f"{requirement} cannot be installed here: its cases will say unavailable")

@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -121,8 +122,9 @@ def _device_names(kind: str) -> list[str]:
 
 
 def _libraries() -> dict[str, str]:
-    """The installed ones with their versions, without importing any."""
-    versions = {name: _or_none(importlib.metadata.version, name) for name in OPTIONAL_LIBRARIES}
+    """Those that this process has imported, with their versions: another one that is installed changes nothing here."""
+    imported = (name for name in OPTIONAL_LIBRARIES if name in sys.modules)
+    versions = {name: _or_none(importlib.metadata.version, name) for name in imported}
     return {name: version for name, version in versions.items() if version is not None}
 
 

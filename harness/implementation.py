@@ -64,6 +64,8 @@ class Implementation(ABC):
     decides, see `strategy_of`."""
     normalises_by: ClassVar[str] = "global token count"
     """What its loss is divided by; anything but the default parts from one process when counts are unequal."""
+    libraries: ClassVar[tuple[str, ...]] = ()
+    """The distributions beside torch that it is made of: their versions are part of what a result is about."""
     makes_gradients: ClassVar[bool] = False
     """Whether autograd makes the gradients in backward, and they go before the next forward; else they have a place."""
 
@@ -74,6 +76,11 @@ class Implementation(ABC):
     def unavailable(cls) -> str | None:
         """Why the library it needs cannot be used on this machine, or None. Called before any process starts."""
         return None
+
+    @classmethod  # noqa: B027  most have nothing to prepare
+    def prepare(cls, options: Mapping[str, Any]) -> None:
+        """What has to be done once on a machine before ranks start, so that no deadline counts it: a library's
+        compilation. Whatever it raises makes the case unavailable, with the first line of why."""
 
     @classmethod
     def refused_options(cls, options: Mapping[str, Any]) -> str | None:

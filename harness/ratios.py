@@ -12,7 +12,8 @@ from harness.result import HARMLESS, Result
 
 
 def ratio_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """One row for each subject and peer of each strategy, among cases that were timed side by side.
+    """One row for each subject and peer of each strategy, among cases that were timed side by side. One that does not
+    train the same model has a row, with `parity` failed, and is nobody's best peer.
 
     `ratio` is its median step over that of the fastest peer (a peer's own row shows how far it is behind that one);
     `floor_ratio` is over the fastest floor's; `overhead_ratio` is (its median - floor) / (fastest peer's - floor), the
@@ -27,9 +28,9 @@ def ratio_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
         floor = min((m for m in timed if m.case.role == "floor"), key=_median, default=None)
         for strategy in dict.fromkeys(m.strategy for m in timed if m.case.role == "subject"):
             peers = [m for m in timed if m.stands_beside(strategy) and m.case.role == "peer"]
-            if not peers:
+            if not (equals := [m for m in peers if m.status == "ok"]):
                 continue
-            best = min(peers, key=_median)
+            best = min(equals, key=_median)
             ours = [m for m in timed if m.strategy == strategy and m.case.role == "subject"]
             rows += [_row(member, best, floor, strategy) for member in (*ours, *peers)]
     return rows
@@ -57,6 +58,7 @@ def _row(result: Result, best: Result, floor: Result | None, strategy: str) -> d
         "ratio": own / peer,
         "floor_ratio": None if floor_median is None else own / floor_median,
         "overhead_ratio": _overhead_ratio(own, peer, floor_median),
+        "parity": "failed" if result.status == "parity failed" else "ok",
         "rounds": len(by_round),
         "spread": _quartile_distance(by_round),
     }

@@ -53,6 +53,16 @@ def _gap(parity: Parity) -> list[str]:
     return lines
 
 
+def _libraries(results: Sequence[Result]) -> dict[str, str]:
+    """Which versions of third-party libraries the cases ran with; each case imports its own."""
+    versions: dict[str, list[str]] = {}
+    for result in results:
+        for name, version in (result.environment.get("libraries") or {}).items():
+            if version not in versions.setdefault(name, []):
+                versions[name].append(version)
+    return {name: " and ".join(found) for name, found in sorted(versions.items())}
+
+
 def measured_on(results: Sequence[Result]) -> list[str]:
     """The machine and the settings behind the figures, in one line; none where no case came so far."""
     environment = next((result.environment for result in results if result.environment), None)
@@ -64,5 +74,6 @@ def measured_on(results: Sequence[Result]) -> list[str]:
         f"{environment.get('logical_cores')} cores",
         f"{environment.get('threads_per_rank')} thread(s) a rank",
         f"torch {environment.get('torch')}",
+        *(f"{name} {version}" for name, version in _libraries(results).items()),
     ]
     return [f"measured on: {', '.join(part for part in parts if part and 'None' not in part)}"]

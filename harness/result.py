@@ -90,6 +90,11 @@ class Result:
         return cls(**values)
 
 
+def logs_of(directory: Path, case: Case) -> Path:
+    """Where, in a results directory, the ranks of a case write theirs: `timed/rank-0.log` and so on."""
+    return directory / "logs" / case.id
+
+
 def append(directory: Path, result: Result) -> None:
     """Adds one line to the directory's results file, on the disk before this returns. OSError, with the file's name, if
     it cannot be written."""

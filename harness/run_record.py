@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any, get_args
 
 from harness.report import RATIOS_FILE, REPORT_FILE, read_ratios
-from harness.result import HARMLESS, Parity, Result, Status, replace_non_finite
+from harness.result import HARMLESS, Parity, Result, Status, logs_of, replace_non_finite
 from harness.workload import TRAINING_OPTIONS
 
 SUITES_EXPERIMENT = "meshmark/suites"
 MAX_SERIES_POINTS = 50
 MAX_PARAM_LENGTH = 500  # the smallest limit among the servers in use
 MAX_TAG_LENGTH = 5000
+MAX_LOGS = 32  # of a case: a thousand ranks say the same
+MAX_LOG_BYTES = 2**16
 RATIO_FIGURES = ("ratio", "floor_ratio", "overhead_ratio", "rounds", "spread")
 
 Series = Mapping[str, Sequence[tuple[int, float]]]  # name -> (step, value)
@@ -73,6 +75,7 @@ def case_record(result: Result, directory: Path) -> RunRecord:
     if result.parity is not None:
         parity["parity.finite"] = float(not not_finite)
     options = _workload_options(result.case.workload)
+    libraries = result.environment.get("libraries") or {}
     tags = {
         **_shared_tags([result]),
         "implementation": result.case.implementation,
@@ -86,6 +89,7 @@ def case_record(result: Result, directory: Path) -> RunRecord:
         "explanation": result.parity and result.parity.explanation,
         "not_finite": ", ".join(not_finite),
         "emulated": bool(result.environment.get("emulated", False)),
+        "libraries": " ".join(f"{name}=={version}" for name, version in libraries.items()),
     }
     return RunRecord(
         experiment=experiment_of(result.case.workload),
@@ -93,14 +97,29 @@ def case_record(result: Result, directory: Path) -> RunRecord:
         case_id=result.case.id,
         name=f"{result.case.label} {result.case.layout}"[:MAX_PARAM_LENGTH],
         tags=_tag_values(tags),
-        params=_params({**_flat(result.case.to_json()), **options}),
+        params=_params({**_flat(result.case.to_json()), **options, **_flat({"libraries": libraries})}),
         metrics={**_axes(result, options), **parity, **_floats(result.metrics)},
         series=series,
-        artifacts={"result.json": json.dumps(replace_non_finite(result.to_json()), allow_nan=False)},
+        artifacts={
+            "result.json": json.dumps(replace_non_finite(result.to_json()), allow_nan=False),
+            **_logs(logs_of(directory, result.case)),
+        },
         finished=result.status in HARMLESS,
         started=result.started,
         ended=result.started + result.duration_seconds,
     )
+
+
+def _logs(directory: Path) -> dict[str, str]:
+    """What ranks and their libraries wrote, the end of each log: `logs/timed/rank-0.log`. Empty ones are left out."""
+    found = {}
+    for path in sorted(directory.glob("*/rank-*.log"))[:MAX_LOGS]:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - MAX_LOG_BYTES))
+            text = file.read().decode(errors="replace")
+        if text.strip():
+            found[f"logs/{path.relative_to(directory)}"] = text
+    return found
 
 
 def suite_runs(results: Sequence[Result], directory: Path) -> dict[str, list[Result]]:

@@ -114,7 +114,7 @@ def _measured(
     return MeasuredCase(
         case=case,
         scratch=scratch,
-        logs=directory / "logs" / case.id,
+        logs=result.logs_of(directory, case),
         references=references,
         on_start=partial(progress.case_started, case),
         on_phase=partial(progress.phase, case),

@@ -113,3 +113,12 @@ def test_never_raises(monkeypatch):
 def test_physical_cores_counts_a_core_with_two_threads_once(monkeypatch, text, cores):
     monkeypatch.setattr(environment, "_cpu_information", lambda: text)
     assert environment._physical_cores() == cores
+
+
+def test_only_libraries_in_use_are_told(monkeypatch):
+    monkeypatch.setattr(environment.importlib.metadata, "version", lambda name: "1.2")
+    monkeypatch.setitem(environment.sys.modules, "fairscale", environment)
+    monkeypatch.delitem(environment.sys.modules, "deepspeed", raising=False)
+    libraries = describe("cpu")["libraries"]
+    assert libraries["fairscale"] == "1.2"
+    assert "deepspeed" not in libraries

@@ -47,6 +47,7 @@ def test_ratios_by_hand() -> None:
         "ratio": 0.75,
         "floor_ratio": 1.5,
         "overhead_ratio": 0.5,
+        "parity": "ok",
         "rounds": 4,
         # Rounds 0.75, 0.75, 0.75, 1.5: quartiles 0.75 and 0.75 + 0.75 * 0.75 (Hyndman and Fan's sixth).
         "spread": pytest.approx(0.5625),
@@ -108,3 +109,11 @@ def test_a_peer_stands_beside_each_strategy_that_it_is_comparable_with() -> None
         ("zero_3", "subject", 0.5),
         ("zero_3", "peer", 1.0),
     ]
+
+
+def test_a_peer_that_trains_another_model_is_shown_and_is_nobodys_best() -> None:
+    diverged = timed("fairscale", "peer", [[1.0]] * 4, status="parity failed")
+    rows = rows_of(OURS, FAST, diverged)
+    assert rows["native"]["best_peer"] == "torch"
+    assert {name: row["parity"] for name, row in rows.items()} == {"native": "ok", "torch": "ok", "fairscale": "failed"}
+    assert rows_of(OURS, diverged) == {}

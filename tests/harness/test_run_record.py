@@ -9,8 +9,8 @@ import pytest
 
 from harness.case import Case
 from harness.layout import Layout
-from harness.result import Parity, Result
-from harness.run_record import MAX_PARAM_LENGTH, case_record, experiment_of, suite_record, suite_runs
+from harness.result import Parity, Result, logs_of
+from harness.run_record import MAX_LOG_BYTES, MAX_PARAM_LENGTH, case_record, experiment_of, suite_record, suite_runs
 
 HERE = Path("night")
 CASE = Case(
@@ -213,3 +213,18 @@ def test_a_suite_run_is_named_once():
         "smoke-1",
         "smoke night",
     ]
+
+
+def test_a_library_s_version_is_a_param_and_its_noise_an_artifact(tmp_path):
+    made = result(environment={"libraries": {"deepspeed": "0.19.8"}})
+    logs = logs_of(tmp_path, made.case) / "timed"
+    logs.mkdir(parents=True)
+    (logs / "rank-0.log").write_text("start " + "x" * MAX_LOG_BYTES + " end")
+    (logs / "rank-1.log").write_text("\n")
+    record = case_record(made, tmp_path)
+    assert record.tags["libraries"] == "deepspeed==0.19.8"
+    assert record.params["libraries.deepspeed"] == "0.19.8"
+    assert record.artifacts.keys() == {"result.json", "logs/timed/rank-0.log"}
+    assert len(record.artifacts["logs/timed/rank-0.log"]) == MAX_LOG_BYTES
+    assert record.artifacts["logs/timed/rank-0.log"].endswith(" end")
+    assert record.digest != case_record(result(environment={"libraries": {"deepspeed": "0.20"}}), tmp_path).digest

@@ -277,3 +277,20 @@ def test_a_missing_library_is_harmless_and_broken_code_is_not(
     (result,) = runner.run(Suite(name="s", cases=cases), tmp_path / "results", progress=SilentProgress())
     assert result.status == status
     assert reason in (result.reason or "")
+
+
+_UNPREPARED = """
+from impls.native.floor import *
+class Plan(ComputeFloor):
+    @classmethod
+    def prepare(cls, options):
+        raise RuntimeError("no compiler\\nand a long log")
+"""
+
+
+def test_what_cannot_be_prepared_is_unavailable_with_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "plan.py"
+    file.write_text(_UNPREPARED)
+    cases = (case("", implementation=f"{file}:Plan"),)
+    (result,) = runner.run(Suite(name="s", cases=cases), tmp_path / "results", progress=SilentProgress())
+    assert (result.status, result.reason) == ("unavailable", "RuntimeError: no compiler")

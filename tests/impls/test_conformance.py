@@ -135,13 +135,19 @@ def everyday() -> Iterator[Any]:
         turns = 4 if is_variant else 1 if along_data else 2 if name.startswith("native.") else 3
         chosen = [kind for place, kind in enumerate(KINDS) if not (number + place) % turns]
         for turn, kind in enumerate(chosen, start=number):
-            yield pytest.param(name, options, kind, turn, id=f"{name}-{options}-{kind}")
+            yield pytest.param(name, options, kind, turn, id=f"{name}-{options}-{kind}", marks=marks_of(name))
+
+
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    """A third-party library's has a session of its own."""
+    return [pytest.mark.baselines] if implementation.load(name).libraries else []
 
 
 @pytest.mark.parametrize(("name", "options", "kind", "turn"), list(everyday()))
 def test_trains_what_one_process_trains(
     worlds: Worlds, name: str, options: dict[str, Any], kind: str, turn: int
 ) -> None:
+    skip_unless_available(name)
     layouts = supported_layouts(name, options, kind)
     if not layouts:
         pytest.skip(refusal(name, options, kind))
@@ -158,11 +164,17 @@ def test_every_strategy_of_ours_and_of_torch_evaluates(name: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("name", "options"), _ALL, ids=str)
 def test_trains_on_every_layout(worlds: Worlds, name: str, options: dict[str, Any], kind: str) -> None:
+    skip_unless_available(name)
     layouts = supported_layouts(name, options, kind)
     if not layouts:
         pytest.skip(refusal(name, options, kind))
     for layout in layouts:
         check(worlds, name, options, kind, layout)
+
+
+def skip_unless_available(name: str) -> None:
+    if reason := implementation.load(name).unavailable():
+        pytest.skip(f"{name} is unavailable: {reason}")
 
 
 def refusal(name: str, options: dict[str, Any], kind: str) -> str:
