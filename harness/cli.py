@@ -246,6 +246,7 @@ def try_one(
 
     with _bad_input():
         measurement = Measurement(timed_steps=steps)
+        options = validation.options_from(_options(option or []), implementation)
         layout = Layout(data=data, shard=shard, tensor=tensor, pipeline=pipeline)
         tried = Case(
             workload=workload,
@@ -254,8 +255,9 @@ def try_one(
             topology=None
             if (nodes, link_mbits, delay_ms) == (1, None, 0.0)
             else Topology.of(layout.world_size, nodes, link_mbits=link_mbits, delay_ms=delay_ms, placement=placement),
-            options=validation.options_from(_options(option or []), implementation),
+            options=options,
             precision=precision,
+            role="floor" if validation.is_floor(implementation, options) else "subject",
             measurement=measurement,
         )
         reference = Case(
