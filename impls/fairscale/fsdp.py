@@ -4,19 +4,22 @@ block's parameters while it computes with them (ZeRO stage 3: Rajbhandari et al.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.implementation import Implementation, StepOutput, phase
+from harness.evaluation import evaluating, sum_losses
+from harness.implementation import EvaluationOutput, Implementation, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import RecipeOptimizer, global_norm, norm_over_ranks
 from harness.parameters import MemoryCategory, logical_parameters
 from harness.workload import Batch, Workload
 from impls.fairscale.parts import library
+from impls.fairscale.parts.first_ranks_buffers import broadcast_buffers
 
 
 class FairScaleFullySharded(Implementation):
@@ -99,7 +102,7 @@ class FairScaleFullySharded(Implementation):
             num_tokens += micro_batch.num_tokens
         with phase("optimizer"):
             update = self.optimizer.step(tracks_norm=self.tracks_gradient_norm, norm_of=self._norm)
-        self._broadcast_buffers()
+        broadcast_buffers(self.replicas, self.group)  # FullyShardedDataParallel leaves them alone
         return StepOutput(
             loss_sum=loss_sum,
             num_tokens=num_tokens,
@@ -108,14 +111,13 @@ class FairScaleFullySharded(Implementation):
             learning_rates=update.learning_rates,
         )
 
+    def evaluate(self, batch: Batch) -> EvaluationOutput:
+        with evaluating(self.module):
+            return sum_losses(batch, partial(self.workload.loss_sum, self.module), self.device)
+
     def _norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Of all shards; what pads them is zero."""
         return norm_over_ranks(global_norm(list(gradients.values())).to(self.device), self.group)
-
-    def _broadcast_buffers(self) -> None:
-        """The first rank's buffers win, once per step; FullyShardedDataParallel leaves them alone."""
-        for buffer in self.replicas:
-            dist.broadcast(buffer, group=self.group, group_src=0)
 
     def full_gradients(self) -> dict[str, Tensor]:
         return {name: self._whole(name, gradient) for name, gradient in self.optimizer.unclipped_gradients().items()}

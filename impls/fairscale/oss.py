@@ -12,13 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.implementation import Implementation, StepOutput, phase
+from harness.evaluation import evaluating, sum_losses
+from harness.implementation import EvaluationOutput, Implementation, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import RecipeOptimizer
 from harness.parameters import LogicalParameter, MemoryCategory, all_reduce_wire_bytes, replicated_state_bytes
 from harness.workload import Batch, Workload
 from impls.fairscale.parts import library
+from impls.fairscale.parts.first_ranks_buffers import broadcast_buffers
 from impls.fairscale.parts.ownership import broadcast_bytes, busiest_rank, memory_bytes, owner_bytes, shares_of
 from impls.fairscale.parts.sharded_optimizer import moments, sharded_optimizer, why_not
 
@@ -79,14 +81,14 @@ class FairScaleShardedOptimizer(Implementation):
         self.data_degree = layout.data
         self.device = device
         self.module = workload.build_model().to(device)
-        group = mesh.group("data")
+        self.group = mesh.group("data")
         if workload.synchronise_batch_norm:
-            self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module, group)
+            self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module, self.group)
         # Before DDP, which lays its gradients out as the parameters lie then: OSS makes them views of its buffers.
-        self.optimizer = RecipeOptimizer(self.module, workload, partial(sharded_optimizer, workload, group))
+        self.optimizer = RecipeOptimizer(self.module, workload, partial(sharded_optimizer, workload, self.group))
         self.wrapped = DistributedDataParallel(
             self.module,
-            process_group=group,
+            process_group=self.group,
             bucket_cap_mb=bucket_cap_mb,
             find_unused_parameters=workload.leaves_parameters_unused,
             gradient_as_bucket_view=True,
@@ -114,6 +116,11 @@ class FairScaleShardedOptimizer(Implementation):
             skipped=update.skipped,
             learning_rates=update.learning_rates,
         )
+
+    def evaluate(self, batch: Batch) -> EvaluationOutput:
+        with evaluating(self.module):
+            broadcast_buffers(self.module.buffers(), self.group)  # the wrapper would when the next step begins
+            return sum_losses(batch, partial(self.workload.loss_sum, self.module), self.device)
 
     def full_gradients(self) -> dict[str, Tensor]:
         return self.optimizer.unclipped_gradients()

@@ -16,13 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.implementation import Implementation, StepOutput, phase
+from harness.evaluation import evaluating, sum_losses
+from harness.implementation import EvaluationOutput, Implementation, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import RecipeOptimizer, global_norm, norm_over_ranks
 from harness.parameters import LogicalParameter, MemoryCategory
 from harness.workload import Batch, MicroBatch, Workload
 from impls.fairscale.parts import library
+from impls.fairscale.parts.first_ranks_buffers import broadcast_buffers
 from impls.fairscale.parts.gradient_buckets import Reductions, reductions_of
 from impls.fairscale.parts.ownership import broadcast_bytes, memory_bytes, num_elements, owner_bytes, shares_of
 from impls.fairscale.parts.sharded_optimizer import moments, owners_by_name, sharded_optimizer, why_not
@@ -154,6 +156,11 @@ class FairScaleShardedDataParallel(Implementation):
             skipped=update.skipped,
             learning_rates=update.learning_rates,
         )
+
+    def evaluate(self, batch: Batch) -> EvaluationOutput:
+        with evaluating(self.module):
+            broadcast_buffers(self.module.buffers(), self.group)  # the wrapper would when the next step begins
+            return sum_losses(batch, partial(self.workload.loss_sum, self.module), self.device)
 
     def _loss_scale(self, batch: Batch, micro_batch: MicroBatch) -> float:
         """What the mean over ranks of the losses is to be multiplied by."""

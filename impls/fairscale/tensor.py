@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.data import IGNORE_INDEX
-from harness.implementation import Implementation, StepOutput, phase
+from harness.evaluation import evaluating, sum_losses
+from harness.implementation import EvaluationOutput, Implementation, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import RecipeOptimizer, global_norm, norm_over_ranks
@@ -96,6 +98,10 @@ class FairScaleTensorParallel(Implementation):
             skipped=update.skipped,
             learning_rates=update.learning_rates,
         )
+
+    def evaluate(self, batch: Batch) -> EvaluationOutput:
+        with evaluating(self.module):
+            return sum_losses(batch, partial(self.workload.loss_sum, self.module), self.device)
 
     def _norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """What is whole on every rank counts once, on the first."""
