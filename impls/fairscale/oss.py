@@ -21,7 +21,7 @@ from harness.parameters import LogicalParameter, MemoryCategory, all_reduce_wire
 from harness.workload import Batch, Workload
 from impls.fairscale.parts import library
 from impls.fairscale.parts.first_ranks_buffers import broadcast_buffers
-from impls.fairscale.parts.ownership import broadcast_bytes, busiest_rank, memory_bytes, owner_bytes, shares_of
+from impls.fairscale.parts.ownership import broadcast_bytes, memory_bytes, owner_bytes, shares_of
 from impls.fairscale.parts.sharded_optimizer import moments, sharded_optimizer, why_not
 
 
@@ -69,10 +69,9 @@ class FairScaleShardedOptimizer(Implementation):
         if workload.leaves_parameters_unused:
             summed += 4 * sum(parameter.trainable for parameter in parameters)
         roots, buffers = owner_bytes(workload, shares_of(parameters, ranks)), {0: workload.buffer_bytes()}
-        broadcast = busiest_rank(
-            ranks, lambda rank: broadcast_bytes(rank, roots, ranks) + broadcast_bytes(rank, buffers, ranks)
+        return all_reduce_wire_bytes(summed, ranks) + max(
+            broadcast_bytes(rank, roots, ranks) + broadcast_bytes(rank, buffers, ranks) for rank in range(ranks)
         )
-        return all_reduce_wire_bytes(summed, ranks) + broadcast
 
     def __init__(
         self, workload: Workload, layout: Layout, mesh: Mesh, device: torch.device, *, bucket_cap_mb: float = 25

@@ -7,7 +7,7 @@ rank 1                  | b | c c | d |
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from harness.parameters import LogicalParameter, MemoryCategory, replicated_state_bytes
 from harness.wire_bytes import wire_bytes
@@ -49,11 +49,6 @@ def owner_bytes(workload: Workload, shares: Shares) -> list[int]:
     """What each owner brings to all others once it has stepped: the masters where there are any."""
     master = workload.precision.master
     return [sum(p.num_elements * (master or p.dtype).itemsize for p in share) for share in shares]
-
-
-def busiest_rank(num_ranks: int, sent_by: Callable[[int], int]) -> int:
-    """The most that any rank sends."""
-    return max(map(sent_by, range(num_ranks)))
 
 
 def broadcast_bytes(rank: int, roots: Mapping[int, int] | Sequence[int], num_ranks: int) -> int:
