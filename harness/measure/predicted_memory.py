@@ -22,13 +22,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from harness.implementation import Implementation, Preparation, as_it_is
+from harness.implementation import DryStep, Implementation, Preparation, as_it_is
 from harness.layout import Layout
+from harness.measure.attribution import MARK_PREFIX
 from harness.measure.memory import METRIC_NAMES
 from harness.parameters import LogicalParameter, logical_parameters
 from harness.workload import MicroBatch, Workload
 
 _CPU = torch.device("cpu")
+_FORWARD = f"{MARK_PREFIX}forward"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +51,24 @@ def dry_run(
     taken to exist already, as they do under a strategy that keeps them in flat buffers."""
     if num_samples < 1:
         raise ValueError(f"memory: num_samples must be at least 1, got {num_samples}")
-    # A user's model may do anything that has no meaning without values: read one, call another library.
-    try:
-        sample = workload.dataset.sample(0)
-        with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
-            return _run(workload, sample, num_samples, device, prepare)
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[0]
-        return DryRun(reason=f"the model does not run without values: {type(error).__name__}: {reason}")
+    sample = workload.dataset.sample(0)
+    return _without_values(lambda: _run(workload, sample, num_samples, device, prepare))
+
+
+def dry_run_of_ranks(
+    workload: Workload, steps: Sequence[Callable[[nn.Module], DryStep]], *, device: torch.device = _CPU
+) -> DryRun:
+    """A whole step of each of `steps`: of the ranks the most activations, and the highest peak, in which what a rank
+    holds between steps is contained."""
+
+    def run() -> DryRun:
+        taken = [_take(make(fake_model(workload, device))) for make in steps]
+        return DryRun(
+            activation_bytes=max(activations for activations, _ in taken),
+            peak_bytes=max(peak for _, peak in taken),
+        )
+
+    return _without_values(run) if steps else DryRun(reason="no rank's step is known")
 
 
 def predicted(
@@ -69,15 +81,20 @@ def predicted(
 ) -> dict[str, float]:
     """`memory.predicted_*_bytes` of the rank that needs most; what is not known is absent.
 
-    The states are the strategy's closed form. Activations and the peak are known where every rank runs the whole model
-    (tensor and pipeline degree 1); the peak is the sum of the states and the most that a micro-batch needs beside them.
-    Of states that come late, as activations go, it counts what the dry run has come to hold by then.
+    The states are the strategy's closed form. Where every rank runs the whole model the peak is the sum of the states
+    and the most that a micro-batch needs beside them; of states that come late, as activations go, it counts what the
+    dry run has come to hold by then. Elsewhere activations and the peak are those of the ranks' dry steps.
     """
     states = implementation.predicted_memory(workload, registry(workload), layout, options)
     figures: dict[str, float] = {}
     for category, num_bytes in (states or {}).items():
         figures[f"memory.predicted_{METRIC_NAMES[category]}"] = num_bytes
-    if layout.tensor * layout.pipeline > 1:
+    steps = implementation.dry_steps(workload, registry(workload), layout, options)
+    if steps is not None:
+        run = dry_run_of_ranks(workload, steps, device=device)
+        if run.activation_bytes is not None and run.peak_bytes is not None:
+            figures["memory.predicted_activation_bytes"] = run.activation_bytes
+            figures["memory.predicted_peak_bytes"] = run.peak_bytes
         return figures
     prepare = implementation.dry_run_preparation(workload, registry(workload), layout, options)
     run = dry_run(workload, largest_micro_batch(workload, layout.data), device=device, prepare=prepare)
@@ -135,6 +152,44 @@ class LiveStorages(TorchDispatchMode):
         del self._alive[key]
         self.bytes -= num_bytes
         self.bytes_of[owner] -= num_bytes
+
+
+class PhasedStorages(LiveStorages):
+    """Tells activations from the rest as the memory instrument does (harness/measure/attribution.py): made in a forward
+    mark and alive at its end. `most_activations` is the most of them at a time."""
+
+    def __init__(self, apart: Iterable[Tensor]) -> None:
+        super().__init__(apart)
+        self.most_activations = 0
+        self._marks: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        output = super().__torch_dispatch__(func, types, args, kwargs)
+        if func is torch.ops.profiler._record_function_enter_new.default:
+            self._marks.append(args[0])
+        elif func is torch.ops.profiler._record_function_exit._RecordFunction and self._marks.pop() == _FORWARD:
+            self.most_activations = max(self.most_activations, self.bytes_of[_FORWARD])
+        self.owner = _FORWARD if _FORWARD in self._marks else None
+        return output
+
+
+def _without_values(run: Callable[[], DryRun]) -> DryRun:
+    # A user's model may do anything that has no meaning without values: read one, call another library.
+    try:
+        with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
+            return run()
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        return DryRun(reason=f"the model does not run without values: {type(error).__name__}: {reason}")
+
+
+def _take(step: DryStep) -> tuple[int, int]:
+    """Bytes of activations, and of everything, at most."""
+    with PhasedStorages(step.held) as live:
+        step.take()
+    return live.most_activations, step.held_bytes + live.peak
 
 
 def _run(

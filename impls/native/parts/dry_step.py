@@ -1,0 +1,89 @@
+"""A step of one rank of data parallelism on tensors without memory: its model's own passes, and the gradients where
+they are kept. See harness.implementation.DryStep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from harness.implementation import DryStep
+from harness.parameters import replicated_state_bytes
+from harness.workload import Batch, MicroBatch
+from impls.native.parts.direct_gradients import Place, TrainingTask
+from impls.native.parts.rank_model import Passes, RankModel
+
+
+def dry_step(
+    model: RankModel,
+    batch: Batch,
+    *,
+    held_bytes: int | None = None,
+    small_bytes: int,
+    direct: bool,
+    after_backward: Callable[[], None] = lambda: None,
+) -> DryStep:
+    """As NativeDataParallel takes it with these options. `held_bytes` by itself are the states of all that `model`
+    holds; `after_backward` plays what comes when its passes are over."""
+    on_device = replace(batch, micro_batches=tuple(_without_values(one, model) for one in batch.micro_batches))
+    gradients = _Gradients(model, small_bytes=small_bytes)
+    task = TrainingTask()
+    if direct and gradients.places:
+        model.write_directly(gradients.places, task)
+    passes = Passes(begin_micro_batch=lambda index: None, end_backward=gradients.gather)
+
+    def take() -> None:
+        model.forward_backward(on_device, task, passes)
+        after_backward()
+
+    if held_bytes is None:
+        training = model.workload.training
+        states = replicated_state_bytes(model.parameters, model.workload.precision, training.num_moments)
+        held_bytes = sum(states.values())
+    of_batch = [tensor for one in on_device.micro_batches for tensor in (one.inputs, one.targets)]
+    held = [*model.module.parameters(), *model.module.buffers(), *gradients.held, *of_batch]
+    return DryStep(held_bytes=held_bytes, held=held, take=take)
+
+
+def _without_values(one: MicroBatch, model: RankModel) -> MicroBatch:
+    inputs, targets = (torch.zeros_like(tensor, device=model.device) for tensor in (one.inputs, one.targets))
+    return replace(one, inputs=inputs, targets=targets)
+
+
+class _Gradients:
+    """Those of large parameters have places, to which they go at once; small ones stay where autograd makes them until
+    backward is over."""
+
+    def __init__(self, model: RankModel, *, small_bytes: int) -> None:
+        trained = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
+        dtype = model.workload.precision.gradient if model.workload.precision.master is not None else None
+        self._filled: set[str] = set()
+        self._small = []
+        self.places: dict[str, Place] = {}
+        for name, parameter in trained.items():
+            view = torch.empty_like(parameter, dtype=dtype)
+            if view.nbytes < small_bytes:
+                self._small.append(parameter)
+                continue
+            self.places[name] = Place(view, partial(self._claim, name))
+            parameter.register_post_accumulate_grad_hook(_copy_over)
+
+    @property
+    def held(self) -> list[Tensor]:
+        return [place.view for place in self.places.values()]
+
+    def gather(self) -> None:
+        for parameter in self._small:
+            parameter.grad = None
+
+    def _claim(self, name: str) -> bool:
+        is_first = name not in self._filled
+        self._filled.add(name)
+        return is_first
+
+
+def _copy_over(parameter: Tensor) -> None:
+    parameter.grad = None
