@@ -215,21 +215,21 @@ def plan(workload: Workload, layout: Layout, options: Mapping[str, Any]) -> Pipe
     )
 
 
-def _dry_step(
-    planned: PipelinePlan, rank: int, batch: Batch, options: Mapping[str, Any], module: nn.Module
-) -> DryStep:
-    """The step of the pipeline's `rank` with its part of `module`."""
-    messages = NoMessages if options.get("transport") == "none" else HeldMessages
+def dry_part(
+    planned: PipelinePlan, rank: int, batch: Batch, module: nn.Module, *, messages: type[Messages] = HeldMessages
+) -> PipelineStages:
+    """What the pipeline's `rank` has of `module`, for dry steps with `batch`."""
     whole, _ = planned.whole(module)
     part = planned.part(rank, whole, messages=messages)
-    with unset_fake_temporarily():  # which looks at the chain of a model of its own, on the meta device
+    with unset_fake_temporarily():  # it looks at the chain of a model of its own, on the meta device
         part.foresee(batch)
-    return dry_step(
-        part,
-        batch,
-        small_bytes=DEFAULT_SMALL_BYTES,
-        direct=options.get("direct_gradients", True),
-    )
+    return part
+
+
+def _dry_step(planned: PipelinePlan, rank: int, batch: Batch, options: Mapping[str, Any], module: nn.Module) -> DryStep:
+    messages = NoMessages if options.get("transport") == "none" else HeldMessages
+    part = dry_part(planned, rank, batch, module, messages=messages)
+    return dry_step(part, batch, small_bytes=DEFAULT_SMALL_BYTES, direct=options.get("direct_gradients", True))
 
 
 def _costs(workload: Workload, layout: Layout, options: Mapping[str, Any]) -> tuple[RankCosts, ...] | None:

@@ -3,7 +3,6 @@ they are kept. See harness.implementation.DryStep."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -24,10 +23,10 @@ def dry_step(
     held_bytes: int | None = None,
     small_bytes: int,
     direct: bool,
-    after_backward: Callable[[], None] = lambda: None,
+    lent_bytes: int = 0,
 ) -> DryStep:
     """As NativeDataParallel takes it with these options. `held_bytes` by itself are the states of all that `model`
-    holds; `after_backward` plays what comes when its passes are over."""
+    holds; `lent_bytes` come when its passes are over."""
     on_device = replace(batch, micro_batches=tuple(_without_values(one, model) for one in batch.micro_batches))
     gradients = _Gradients(model, small_bytes=small_bytes)
     task = TrainingTask()
@@ -37,7 +36,7 @@ def dry_step(
 
     def take() -> None:
         model.forward_backward(on_device, task, passes)
-        after_backward()
+        torch.empty(lent_bytes, dtype=torch.uint8, device=model.device)
 
     if held_bytes is None:
         training = model.workload.training

@@ -20,12 +20,13 @@ _META = torch.device("meta")
 
 @dataclass(frozen=True, kw_only=True)
 class RankCosts:
-    """The `parameters` that one rank holds, as they lie there, with their `kinds` by name; and the bytes that it sends
-    in a step, but for those along the data axis."""
+    """The `parameters` that one rank holds, as they lie there, with their `kinds` by name; the bytes that it sends in a
+    step, but for those along the data axis, and the most that it sends to other slices at once."""
 
     parameters: tuple[LogicalParameter, ...]
     kinds: Mapping[str, Kinds]
     sent_bytes: int
+    largest_bytes: int = 0
 
 
 def rank_costs(plan: PipelinePlan) -> tuple[RankCosts, ...] | None:
@@ -40,10 +41,10 @@ def rank_costs(plan: PipelinePlan) -> tuple[RankCosts, ...] | None:
     """
     batch = plan.largest_batch().to(_META)
     whole, _ = plan.whole()
-    sent = _message_bytes(plan, whole, batch)
+    messages, exchanged = _message_bytes(plan, whole, batch), [(0, 0)] * plan.num_ranks
     if plan.tensor_degree > 1:
         try:
-            sent = [one + other for one, other in zip(sent, _exchanged_bytes(plan, batch), strict=True)]
+            exchanged = [_exchanged_bytes(plan, rank, batch) for rank in range(plan.num_ranks)]
         except (NotImplementedError, RuntimeError):  # whatever a model does with tensors that have no values
             return None
     workload = plan.workload
@@ -56,7 +57,9 @@ def rank_costs(plan: PipelinePlan) -> tuple[RankCosts, ...] | None:
         held = tuple(p for p in whole.parameters if rank in holders.get(p.name, ()))
         kinds = {p.name: (*whole.kinds(p.name), tuple(sorted(holders[p.name]))) for p in held}
         sums = _summed_bytes(workload, held, kinds, plan.tensor_degree)
-        costs.append(RankCosts(parameters=held, kinds=kinds, sent_bytes=sent[rank] + sums + norm))
+        sent, largest = exchanged[rank]
+        sent += messages[rank] + sums + norm
+        costs.append(RankCosts(parameters=held, kinds=kinds, sent_bytes=sent, largest_bytes=largest))
     return tuple(costs)
 
 
@@ -74,22 +77,20 @@ def _message_bytes(plan: PipelinePlan, whole: RankModel, batch: Batch) -> list[i
     return sent
 
 
-def _exchanged_bytes(plan: PipelinePlan, batch: Batch) -> list[int]:
-    """Of each rank what it sends to those with other slices of its stages, while they go forward and backward."""
-    one_at_a_time = replace(plan.schedule, num_micro_batches=1)
-    sent = []
-    for rank in range(plan.num_ranks):
-        whole, exchange = plan.whole()
-        stages = replace(plan, schedule=one_at_a_time).part(rank, whole)
-        total = 0
-        for micro_batch, count in _shapes(batch):
-            before = exchange.sent_bytes
-            with torch.device(_META):
-                alone = replace(batch, micro_batches=(micro_batch,))
-                stages.forward_backward(alone, TrainingTask(), Passes(begin_micro_batch=lambda index: None))
-            total += count * (exchange.sent_bytes - before)
-        sent.append(total)
-    return sent
+def _exchanged_bytes(plan: PipelinePlan, rank: int, batch: Batch) -> tuple[int, int]:
+    """What the rank sends to those with other slices of its stages, as they go forward and backward, in all and at
+    most at once."""
+    one_at_a_time = replace(plan, schedule=replace(plan.schedule, num_micro_batches=1))
+    whole, exchange = plan.whole()
+    stages = one_at_a_time.part(rank, whole)
+    total = 0
+    for micro_batch, count in _shapes(batch):
+        before = exchange.sent_bytes
+        with torch.device(_META):
+            alone = replace(batch, micro_batches=(micro_batch,))
+            stages.forward_backward(alone, TrainingTask(), Passes(begin_micro_batch=lambda index: None))
+        total += count * (exchange.sent_bytes - before)
+    return total, exchange.largest_bytes
 
 
 def _shapes(batch: Batch) -> Iterable[tuple[MicroBatch, int]]:

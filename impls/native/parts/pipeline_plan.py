@@ -13,7 +13,7 @@ from impls.native.parts.pipeline_messages import HeldMessages, Messages
 from impls.native.parts.pipeline_model import PipelineStages
 from impls.native.parts.rank_model import RankModel
 from impls.native.parts.schedules import Schedule
-from impls.native.parts.tensor_model import TensorSlice
+from impls.native.parts.tensor_dry_run import largest_batch, slice_without_values
 
 _META = torch.device("meta")
 
@@ -36,30 +36,23 @@ class PipelinePlan:
         return self.schedule.num_ranks
 
     def largest_batch(self) -> Batch:
-        """The share of the first step that has most samples: the last replica's."""
-        return self.workload.batch(0, data_rank=self.data_degree - 1, data_degree=self.data_degree)
+        return largest_batch(self.workload, self.data_degree)
 
     def whole(self, module: nn.Module | None = None) -> tuple[RankModel, CountingExchange]:
-        """What the first tensor rank, whose slices are the largest, has of `module`, by itself the model on the meta
-        device; and what counts its exchanges."""
+        """What the first tensor rank has of `module`, by itself the model on the meta device; and what counts its
+        exchanges."""
+        if self.tensor_degree > 1:
+            return slice_without_values(
+                self.workload,
+                self.tensor_degree,
+                data_degree=self.data_degree,
+                cuts_sequence=self.cuts_sequence,
+                module=module,
+            )
         if module is None:
             module = in_compute_precision(self.workload, self.workload.model_without_memory())
-            self.workload.checkpoint_activations(module)
         device = next((parameter.device for parameter in module.parameters()), _META)
-        exchange = CountingExchange(self.tensor_degree)
-        if self.tensor_degree == 1:
-            return RankModel(self.workload, device, "a pipeline", module=module), exchange
-        cut = TensorSlice(
-            self.workload,
-            device,
-            exchange,
-            None,
-            "a pipeline",
-            cuts_sequence=self.cuts_sequence,
-            data_degree=self.data_degree,
-            module=module,
-        )
-        return cut, exchange
+        return RankModel(self.workload, device, "a pipeline", module=module), CountingExchange(1)
 
     def part(self, rank: int, whole: RankModel, *, messages: type[Messages] = HeldMessages) -> PipelineStages:
         """The stages of `whole` that the pipeline's `rank` has."""
