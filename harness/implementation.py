@@ -46,12 +46,13 @@ is to be told the loss before backward."""
 
 @dataclass(frozen=True, kw_only=True)
 class DryStep:
-    """A step of one rank on tensors without memory: `take` takes it. `held` are those of its tensors that lie in what
-    the rank holds between steps, `held_bytes` by its closed form, or in its batch; all others come and go."""
+    """A step of one rank on tensors without memory: `take` takes it, with one that is shaped as `batch`. `held` are its
+    tensors that lie in what the rank holds between steps, `held_bytes` by its closed form; all others come and go."""
 
     held_bytes: int
     held: Sequence[Tensor]
-    take: Callable[[], None]
+    batch: Batch
+    take: Callable[[Batch], None]
 
 
 class Implementation(ABC):

@@ -10,7 +10,8 @@ looks out for such tensors may take another path: transformers then builds the a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -51,8 +52,11 @@ def dry_run(
     taken to exist already, as they do under a strategy that keeps them in flat buffers."""
     if num_samples < 1:
         raise ValueError(f"memory: num_samples must be at least 1, got {num_samples}")
-    sample = workload.dataset.sample(0)
-    return _without_values(lambda: _run(workload, sample, num_samples, device, prepare))
+    with _reasons() as failed:
+        sample = workload.dataset.sample(0)
+        with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
+            return _run(workload, sample, num_samples, device, prepare)
+    return failed[0]
 
 
 def dry_run_of_ranks(
@@ -61,14 +65,14 @@ def dry_run_of_ranks(
     """A whole step of each of `steps`: of the ranks the most activations, and the highest peak, in which what a rank
     holds between steps is contained."""
 
-    def run() -> DryRun:
-        taken = [_take(make(fake_model(workload, device))) for make in steps]
+    if not steps:
+        return DryRun(reason="no rank's step is known")
+    with _reasons() as failed, torch.random.fork_rng(devices=[]):
+        taken = [_take(workload, make, device) for make in steps]
         return DryRun(
-            activation_bytes=max(activations for activations, _ in taken),
-            peak_bytes=max(peak for _, peak in taken),
+            activation_bytes=max(activations for activations, _ in taken), peak_bytes=max(peak for _, peak in taken)
         )
-
-    return _without_values(run) if steps else DryRun(reason="no rank's step is known")
+    return failed[0]
 
 
 def predicted(
@@ -175,20 +179,31 @@ class PhasedStorages(LiveStorages):
         return output
 
 
-def _without_values(run: Callable[[], DryRun]) -> DryRun:
-    # A user's model may do anything that has no meaning without values: read one, call another library.
+@contextmanager
+def _reasons() -> Iterator[list[DryRun]]:
+    """A user's model may do anything that has no meaning without values: read one, call another library."""
+    failed: list[DryRun] = []
     try:
-        with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
-            return run()
+        yield failed
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0]
-        return DryRun(reason=f"the model does not run without values: {type(error).__name__}: {reason}")
+        failed.append(DryRun(reason=f"the model does not run without values: {type(error).__name__}: {reason}"))
 
 
-def _take(step: DryStep) -> tuple[int, int]:
+def _take(workload: Workload, make: Callable[[nn.Module], DryStep], device: torch.device) -> tuple[int, int]:
     """Bytes of activations, and of everything, at most."""
-    with PhasedStorages(step.held) as live:
-        step.take()
+    without_values = FakeTensorMode(allow_non_fake_inputs=True)
+    with without_values:
+        module = fake_model(workload, device)
+    step = make(module)  # which may look at the model in other ways
+    with without_values:
+        micro_batches = tuple(
+            replace(one, inputs=_zeros_like(one.inputs, device), targets=_zeros_like(one.targets, device))
+            for one in step.batch.micro_batches
+        )
+        of_batch = [tensor for one in micro_batches for tensor in (one.inputs, one.targets)]
+        with PhasedStorages([*step.held, *of_batch]) as live:
+            step.take(replace(step.batch, micro_batches=micro_batches))
     return live.most_activations, step.held_bytes + live.peak
 
 
@@ -228,6 +243,10 @@ def fake_model(workload: Workload, device: torch.device) -> nn.Module:
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, _in_compute_precision(workload, buffer).to(device))
     return model
+
+
+def _zeros_like(tensor: Tensor, device: torch.device) -> Tensor:
+    return torch.zeros_like(tensor, device=device)
 
 
 def _in_compute_precision(workload: Workload, tensor: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from harness.block_times import block_seconds
 from harness.chain import chain_of, holders_of, why_not
@@ -221,8 +220,7 @@ def dry_part(
     """What the pipeline's `rank` has of `module`, for dry steps with `batch`."""
     whole, _ = planned.whole(module)
     part = planned.part(rank, whole, messages=messages)
-    with unset_fake_temporarily():  # it looks at the chain of a model of its own, on the meta device
-        part.foresee(batch)
+    part.foresee(batch)
     return part
 
 

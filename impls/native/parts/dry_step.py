@@ -3,7 +3,6 @@ they are kept. See harness.implementation.DryStep."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from harness.implementation import DryStep
 from harness.parameters import replicated_state_bytes
-from harness.workload import Batch, MicroBatch
+from harness.workload import Batch
 from impls.native.parts.direct_gradients import Place, TrainingTask
 from impls.native.parts.rank_model import Passes, RankModel
 
@@ -27,29 +26,22 @@ def dry_step(
 ) -> DryStep:
     """As NativeDataParallel takes it with these options. `held_bytes` by itself are the states of all that `model`
     holds; `lent_bytes` come when its passes are over."""
-    on_device = replace(batch, micro_batches=tuple(_without_values(one, model) for one in batch.micro_batches))
     gradients = _Gradients(model, small_bytes=small_bytes)
     task = TrainingTask()
     if direct and gradients.places:
         model.write_directly(gradients.places, task)
     passes = Passes(begin_micro_batch=lambda index: None, end_backward=gradients.gather)
 
-    def take() -> None:
-        model.forward_backward(on_device, task, passes)
+    def take(without_values: Batch) -> None:
+        model.forward_backward(without_values, task, passes)
         torch.empty(lent_bytes, dtype=torch.uint8, device=model.device)
 
     if held_bytes is None:
         training = model.workload.training
         states = replicated_state_bytes(model.parameters, model.workload.precision, training.num_moments)
         held_bytes = sum(states.values())
-    of_batch = [tensor for one in on_device.micro_batches for tensor in (one.inputs, one.targets)]
-    held = [*model.module.parameters(), *model.module.buffers(), *gradients.held, *of_batch]
-    return DryStep(held_bytes=held_bytes, held=held, take=take)
-
-
-def _without_values(one: MicroBatch, model: RankModel) -> MicroBatch:
-    inputs, targets = (torch.zeros_like(tensor, device=model.device) for tensor in (one.inputs, one.targets))
-    return replace(one, inputs=inputs, targets=targets)
+    held = [*model.module.parameters(), *model.module.buffers(), *gradients.held]
+    return DryStep(held_bytes=held_bytes, held=held, batch=batch, take=take)
 
 
 class _Gradients:

@@ -91,8 +91,8 @@ class PipelineStages(RankModel):
         return torch.stack([loss.detach().double() for loss in losses]).sum(), num_tokens
 
     def foresee(self, batch: Batch) -> None:
-        """Finds out what crosses borders with micro-batches like these, which a step would do when it meets the first
-        of a shape."""
+        """Finds out what crosses borders with micro-batches like these, as a step does when it meets the first of a
+        shape."""
         for micro_batch in batch.micro_batches:
             self._borders_of(micro_batch.inputs)
 
