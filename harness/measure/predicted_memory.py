@@ -28,6 +28,7 @@ from harness.layout import Layout
 from harness.measure.attribution import MARK_PREFIX
 from harness.measure.memory import METRIC_NAMES
 from harness.parameters import LogicalParameter, logical_parameters
+from harness.tensors_in_use import tensors_in
 from harness.workload import MicroBatch, Workload
 
 _CPU = torch.device("cpu")
@@ -195,6 +196,7 @@ def _take(workload: Workload, make: Callable[[nn.Module], DryStep], device: torc
     without_values = FakeTensorMode(allow_non_fake_inputs=True)
     with without_values:
         module = fake_model(workload, device)
+    _keep_random_states(workload, module, device)
     step = make(module)  # which may look at the model in other ways
     with without_values:
         micro_batches = tuple(
@@ -211,6 +213,7 @@ def _run(
     workload: Workload, sample: tuple[Tensor, Tensor], num_samples: int, device: torch.device, prepare: Preparation
 ) -> DryRun:
     model = fake_model(workload, device)
+    _keep_random_states(workload, model, device)
     inputs, targets = (
         _in_compute_precision(workload, torch.zeros((num_samples, *tensor.shape), dtype=tensor.dtype, device=device))
         for tensor in sample
@@ -226,8 +229,7 @@ def _run(
         activation_bytes = live.bytes
         tell_loss(loss)
         loss.backward()
-    states = _random_state_bytes(workload, model, device)
-    return DryRun(activation_bytes=activation_bytes + states, peak_bytes=live.peak + states)
+    return DryRun(activation_bytes=activation_bytes, peak_bytes=live.peak)
 
 
 def fake_model(workload: Workload, device: torch.device) -> nn.Module:
@@ -254,8 +256,18 @@ def _in_compute_precision(workload: Workload, tensor: Tensor) -> Tensor:
     return tensor.to(workload.precision.compute) if cast else tensor
 
 
-def _random_state_bytes(workload: Workload, model: nn.Module, device: torch.device) -> int:
+def _keep_random_states(workload: Workload, model: nn.Module, device: torch.device) -> None:
     """What torch's checkpoint keeps beside a block's inputs and no operation yields: the CPU generator's state."""
     if not workload.training.activation_checkpointing or device.type != "cpu":
-        return 0
-    return len(workload.blocks(model)) * torch.get_rng_state().nbytes
+        return
+    num_bytes = torch.get_rng_state().nbytes
+
+    def keep(block: nn.Module, inputs: object, outputs: object) -> None:
+        """Until the block's backward is over, which it is for sure when the gradient of its input is there."""
+        state = [torch.empty(num_bytes, dtype=torch.uint8)]
+        given, made = ([t for t in tensors_in(value) if t.requires_grad] for value in (inputs, outputs))
+        for tensor in (given or made)[:1]:
+            tensor.register_hook(lambda gradient: state.clear())
+
+    for block in workload.blocks(model):
+        block.register_forward_hook(keep)

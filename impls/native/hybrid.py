@@ -25,9 +25,10 @@ from harness.pipeline_marks import PredictedPipeline
 from harness.stage_costs import Partition
 from harness.workload import Batch, Workload
 from impls.native import pipeline
-from impls.native.ddp import DEFAULT_SMALL_BYTES, NativeDataParallel
+from impls.native.ddp import DEFAULT_SMALL_BYTES, NativeDataParallel, bucket_plans
 from impls.native.parts import hybrid_costs
 from impls.native.parts.dry_step import dry_step
+from impls.native.parts.flat_optimizer import converted_bytes
 from impls.native.parts.pipeline_costs import RankCosts, rank_costs
 from impls.native.parts.rank_model import RankModel
 from impls.native.parts.schedules import make
@@ -102,8 +103,8 @@ class NativeHybrid(Implementation):
             part: Callable[[nn.Module], RankModel] = partial(_slice, workload, layout, options)
             if planned is not None:
                 part = partial(pipeline.dry_part, planned, rank, batch)
-            states = hybrid_costs.rank_memory_bytes(workload, layout, options, costs)
-            steps.append(partial(_dry_step, part, batch, options, states))
+            held_bytes, lent_bytes = _held_and_lent_bytes(workload, layout, options, costs)
+            steps.append(partial(_dry_step, part, batch, options, held_bytes=held_bytes, lent_bytes=lent_bytes))
         return steps
 
     @classmethod
@@ -220,22 +221,34 @@ def _slice(workload: Workload, layout: Layout, options: Mapping[str, Any], modul
     return model
 
 
+def _held_and_lent_bytes(
+    workload: Workload, layout: Layout, options: Mapping[str, Any], costs: RankCosts
+) -> tuple[int, int]:
+    """What a rank holds all along, and what comes when backward is over: room for what is on its way between ranks,
+    gradients in the masters' dtype."""
+    states = sum(hybrid_costs.rank_memory_bytes(workload, layout, options, costs).values())
+    if options.get("stage", 0):
+        late, shards = hybrid_costs.late_bytes_and_shards(workload, layout, options, costs)
+        return states - late, max(late, converted_bytes(shards, workload.precision))
+    plans = bucket_plans(workload, costs.parameters, layout.data, costs.kinds.__getitem__)
+    return states, converted_bytes(plans, workload.precision)
+
+
 def _dry_step(
     part: Callable[[nn.Module], RankModel],
     batch: Batch,
     options: Mapping[str, Any],
-    states: Mapping[MemoryCategory, int],
     module: nn.Module,
+    *,
+    held_bytes: int,
+    lent_bytes: int,
 ) -> DryStep:
-    """Under stage 1 room for what is on its way between ranks is there when backward is over."""
-    stage = options.get("stage", 0)
-    lent_bytes = states["communication_buffers"] if stage else 0
     return dry_step(
         part(module),
         batch,
-        held_bytes=sum(states.values()) - lent_bytes,
+        held_bytes=held_bytes,
         lent_bytes=lent_bytes,
-        small_bytes=0 if stage else DEFAULT_SMALL_BYTES,
+        small_bytes=0 if options.get("stage", 0) else DEFAULT_SMALL_BYTES,
         direct=options.get("direct_gradients", True),
     )
 

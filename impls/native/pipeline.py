@@ -21,8 +21,9 @@ from harness.parameters import LogicalParameter, MemoryCategory, replicated_stat
 from harness.pipeline_marks import PredictedPipeline
 from harness.stage_costs import Partition, stages_of
 from harness.workload import Batch, Workload
-from impls.native.ddp import DEFAULT_SMALL_BYTES, NativeDataParallel
+from impls.native.ddp import DEFAULT_SMALL_BYTES, NativeDataParallel, bucket_plans
 from impls.native.parts.dry_step import dry_step
+from impls.native.parts.flat_optimizer import converted_bytes
 from impls.native.parts.partial_model import build_partly
 from impls.native.parts.pipeline_costs import RankCosts, rank_costs
 from impls.native.parts.pipeline_executor import MAX_TENSORS
@@ -227,7 +228,14 @@ def dry_part(
 def _dry_step(planned: PipelinePlan, rank: int, batch: Batch, options: Mapping[str, Any], module: nn.Module) -> DryStep:
     messages = NoMessages if options.get("transport") == "none" else HeldMessages
     part = dry_part(planned, rank, batch, module, messages=messages)
-    return dry_step(part, batch, small_bytes=DEFAULT_SMALL_BYTES, direct=options.get("direct_gradients", True))
+    plans = bucket_plans(planned.workload, part.parameters, planned.data_degree, part.kinds)
+    return dry_step(
+        part,
+        batch,
+        lent_bytes=converted_bytes(plans, planned.workload.precision),
+        small_bytes=DEFAULT_SMALL_BYTES,
+        direct=options.get("direct_gradients", True),
+    )
 
 
 def _costs(workload: Workload, layout: Layout, options: Mapping[str, Any]) -> tuple[RankCosts, ...] | None:

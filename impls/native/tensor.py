@@ -21,10 +21,11 @@ from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.parameters import LogicalParameter, MemoryCategory, replicated_state_bytes
 from harness.workload import Batch, Workload
-from impls.native.ddp import DEFAULT_SMALL_BYTES, NativeDataParallel
+from impls.native.ddp import DEFAULT_SMALL_BYTES, NativeDataParallel, bucket_plans
 from impls.native.parts import shared_memory, tensor_model
 from impls.native.parts.counting_exchange import CountingExchange
 from impls.native.parts.dry_step import dry_step
+from impls.native.parts.flat_optimizer import converted_bytes
 from impls.native.parts.rank_model import RankModel
 from impls.native.parts.shared_memory import TIMEOUT_SECONDS
 from impls.native.parts.tensor_dry_run import TensorCosts, largest_batch, slice_without_values, tensor_costs
@@ -162,10 +163,12 @@ def _dry_step(
 ) -> DryStep:
     cuts_sequence = options.get("sequence_parallel", False)
     part, _ = slice_without_values(workload, layout.tensor, data_degree=1, cuts_sequence=cuts_sequence, module=module)
+    plans = bucket_plans(workload, part.parameters, layout.data, part.kinds)
     return dry_step(
         part,
         batch,
         held_bytes=held_bytes,
+        lent_bytes=converted_bytes(plans, workload.precision),
         small_bytes=DEFAULT_SMALL_BYTES,
         direct=options.get("direct_gradients", True),
     )

@@ -16,16 +16,10 @@ from impls.native.parts.rank_model import Passes, RankModel
 
 
 def dry_step(
-    model: RankModel,
-    batch: Batch,
-    *,
-    held_bytes: int | None = None,
-    small_bytes: int,
-    direct: bool,
-    lent_bytes: int = 0,
+    model: RankModel, batch: Batch, *, held_bytes: int | None = None, lent_bytes: int, small_bytes: int, direct: bool
 ) -> DryStep:
     """As NativeDataParallel takes it with these options. `held_bytes` by itself are the states of all that `model`
-    holds; `lent_bytes` come when its passes are over."""
+    holds; `lent_bytes` come when its passes are over, for the sums and the update."""
     gradients = _Gradients(model, small_bytes=small_bytes)
     task = TrainingTask()
     if direct and gradients.places:
@@ -60,7 +54,7 @@ class _Gradients:
                 self._small.append(parameter)
                 continue
             self.places[name] = Place(view, partial(self._claim, name))
-            parameter.register_post_accumulate_grad_hook(_copy_over)
+            parameter.register_post_accumulate_grad_hook(partial(self._take_over, name))
 
     @property
     def held(self) -> list[Tensor]:
@@ -70,11 +64,12 @@ class _Gradients:
         for parameter in self._small:
             parameter.grad = None
 
+    def _take_over(self, name: str, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None and not self._claim(name):
+            gradient.to(self.places[name].view.dtype)  # an addition converts its operand first
+
     def _claim(self, name: str) -> bool:
         is_first = name not in self._filled
         self._filled.add(name)
         return is_first
-
-
-def _copy_over(parameter: Tensor) -> None:
-    parameter.grad = None

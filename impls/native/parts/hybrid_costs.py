@@ -9,6 +9,7 @@ from harness.layout import Layout
 from harness.parameters import MemoryCategory, all_reduce_wire_bytes, broadcast_wire_bytes, replicated_state_bytes
 from harness.workload import Workload
 from impls.native.parts import zero_costs
+from impls.native.parts.buckets import BucketPlan
 from impls.native.parts.pipeline_costs import RankCosts
 from impls.native.parts.tensor_dry_run import tensor_costs
 from impls.native.parts.zero_plan import ZeroPlan, plan_zero
@@ -34,6 +35,16 @@ def rank_memory_bytes(
         states = replicated_state_bytes(rank.parameters, workload.precision, workload.training.num_moments)
     exchanged = 2 * rank.largest_bytes if shares_memory and layout.tensor > 1 else 0
     return {**states, "communication_buffers": states.get("communication_buffers", 0) + exchanged}
+
+
+def late_bytes_and_shards(
+    workload: Workload, layout: Layout, options: Mapping[str, Any], rank: RankCosts
+) -> tuple[int, list[BucketPlan]]:
+    """With a sharded optimizer: how many of these bytes come when backward is over, and what the first rank steps."""
+    plan = _plan(workload, layout, options, rank)
+    shares_memory = options.get("transport") == "shared_memory"
+    late = zero_costs.late_bytes(plan, workload, layout, shares_memory=shares_memory)
+    return late, [flat.plan.shard(0) for flat in plan.flats if flat.trainable]
 
 
 def wire_bytes(workload: Workload, layout: Layout, options: Mapping[str, Any], ranks: Sequence[RankCosts]) -> int:
