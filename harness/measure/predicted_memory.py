@@ -1,5 +1,5 @@
 """What a rank should need, before anything runs: the strategy's closed form for its states, and for activations a dry
-run of one micro-batch on tensors without memory.
+run on tensors without memory, of one micro-batch or, where a rank has only a part of the model, of its whole step.
 
 The dry run executes forward and backward under torch's FakeTensorMode, where each operation yields shapes only, and
 counts the storages alive. It sees what the device's kernels save for backward, the choice of attention kernel included,
