@@ -101,7 +101,7 @@ class PipelineStages(RankModel):
         """Finds out what crosses borders with micro-batches like these, as a step does when it meets the first of a
         shape."""
         for micro_batch in batch.micro_batches:
-            self._borders_of(micro_batch.inputs)
+            self._borders_of(micro_batch.inputs, evaluates=False)
 
     def write_directly(self, places: dict[str, Place], task: TrainingTask) -> None:
         self._slice.write_directly(places, task)
