@@ -42,7 +42,7 @@ def test_what_it_trains_is() -> None:
         {"implementation": "torch.ddp"},
         {"layout": Layout(tensor=2)},
         {"topology": Topology(num_nodes=2, ranks_per_node=1)},
-        {"topology": Topology(ranks_per_node=2, delay_ms=1.0)},
+        {"topology": Topology(num_nodes=2, ranks_per_node=1, delay_ms=1.0)},
         {"options": {"transport": "shared_memory", "bucket_bytes": 1001}},
         {"options": {}},
         {"precision": "bf16"},
