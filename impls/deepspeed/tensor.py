@@ -16,7 +16,7 @@ from harness.mesh import Mesh
 from harness.optimizer import decay_groups, global_norm, norm_over_ranks, torch_optimizer
 from harness.parameters import MemoryCategory, logical_parameters
 from harness.workload import Batch, Workload
-from impls.deepspeed.parts import library
+from impls.deepspeed.parts import library, limits
 from impls.deepspeed.parts.engine_config import engine_config
 from impls.deepspeed.parts.engine_states import engine_states, masters_of
 from impls.deepspeed.parts.tensor_slices import slices_of
@@ -44,14 +44,7 @@ class DeepSpeedTensorParallel(Implementation):
     ) -> str | None:
         if (layout.data, layout.pipeline) != (1, 1):
             return f"AutoTP takes a tensor degree alone here, got {layout}"
-        if workload.leaves_parameters_unused:
-            return "DeepSpeed steps parameters that nobody used as well, by decay and by their moments"
-        precision = workload.precision
-        if precision.master is not None and precision.gradient is not precision.compute:
-            return f"without ZeRO DeepSpeed has no gradients wider than weights, got {precision.name}"
-        if precision.compute is torch.float64 and workload.training.clip_norm is not None:
-            return "DeepSpeed takes the norm that it clips by in fp32, got fp64"
-        return workload.fits_tensor_degree(layout.tensor)
+        return limits.why_not(workload, device, zero=False) or workload.fits_tensor_degree(layout.tensor)
 
     def __init__(
         self, workload: Workload, layout: Layout, mesh: Mesh, device: torch.device, *, cuts_head: bool = True
@@ -67,15 +60,10 @@ class DeepSpeedTensorParallel(Implementation):
         groups = decay_groups(registry, list(self.trained.values()), workload.training.weight_decay)
         self.optimizer = torch_optimizer(workload.training, groups)
         self._cut = slices_of(self.module, workload, cuts_head=cuts_head)
-        deepspeed = library.in_rank(device, mesh.rank, layout.world_size)
-        tensor_parallel = {"autotp_size": layout.tensor, "partition_config": self._cut.partition_config}
-        self.engine, *_ = deepspeed.initialize(
-            model=self.module,
-            optimizer=self.optimizer,
-            config={**engine_config(workload, {"stage": 0}), "tensor_parallel": tensor_parallel},
-        )
-        if workload.precision.master is None:
-            self.engine.communication_data_type = workload.precision.gradient  # its configuration knows no fp64
+        config = engine_config(workload, {"stage": 0})
+        config["tensor_parallel"] = {"autotp_size": layout.tensor, "partition_config": self._cut.partition_config}
+        with library.Session(device, mesh.rank, layout.world_size) as self.session:
+            self.engine = self.session.engine(self.module, self.optimizer, config)
         self._gradients: dict[str, Tensor] | None = None
 
     def train_step(self, batch: Batch) -> StepOutput:
@@ -149,5 +137,4 @@ class DeepSpeedTensorParallel(Implementation):
         return engine_states(self.engine, self.optimizer)
 
     def close(self) -> None:
-        self.engine.destroy()
-        library.forget_groups()
+        self.session.close()

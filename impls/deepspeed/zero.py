@@ -117,17 +117,11 @@ class DeepSpeedZero(Implementation):
         named = dict(self.module.named_parameters())
         self.trained = {parameter.name: named[parameter.name] for parameter in trained}
         groups = decay_groups(trained, list(self.trained.values()), workload.training.weight_decay)
-        deepspeed = library.in_rank(device, mesh.rank, layout.world_size)
-        self.optimizer = (
-            library.cpu_adam(workload.training, groups) if cpu_adam else torch_optimizer(workload.training, groups)
-        )
-        self.engine, *_ = deepspeed.initialize(
-            model=self.module,
-            optimizer=self.optimizer,
-            config=engine_config(workload, zero_config.zero_config(registry, workload, options)),
-        )
-        if not stage and workload.precision.master is None:
-            self.engine.communication_data_type = workload.precision.gradient  # its configuration knows no fp64
+        with library.Session(device, mesh.rank, layout.world_size) as self.session:
+            make = library.cpu_adam if cpu_adam else torch_optimizer
+            self.optimizer = make(workload.training, groups)
+            config = engine_config(workload, zero_config.zero_config(registry, workload, options))
+            self.engine = self.session.engine(self.module, self.optimizer, config)
         self._leaves_out_norm = zero_config.may_leave_out_norm(workload, options)
         self._gradients: dict[str, Tensor] | None = None
 
@@ -202,5 +196,4 @@ class DeepSpeedZero(Implementation):
         return engine_states(self.engine, self.optimizer)
 
     def close(self) -> None:
-        self.engine.destroy()
-        library.forget_groups()
+        self.session.close()

@@ -13,11 +13,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 
 from harness.workload import Training
@@ -62,18 +63,6 @@ def _compile_once(*builders: str) -> None:
         raise RuntimeError(f"DeepSpeed cannot compile {', '.join(builders)}: {reason}")
 
 
-def in_rank(device: torch.device, rank: int, world_size: int) -> Any:
-    """The module, for a rank that is part of torch's default process group already: DeepSpeed makes its groups of that
-    one's kind, and so below the instrument where there is one."""
-    os.environ.update(_environment(device.type))
-    # A size of the node would have it exchange tensors in memory that no instrument sees.
-    os.environ.pop("LOCAL_SIZE", None)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(device.index or 0), WORLD_SIZE=str(world_size))
-    import deepspeed
-
-    return deepspeed
-
-
 def cpu_adam(training: Training, groups: list[dict[str, object]]) -> Optimizer:
     """DeepSpeed's own AdamW for CPUs, by the recipe."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -85,35 +74,57 @@ def cpu_adam(training: Training, groups: list[dict[str, object]]) -> Optimizer:
     return optimizer
 
 
-def forget_groups() -> None:
-    """Ends the process groups that DeepSpeed keeps for the life of a process, and lets go of them, so that another
-    layout can be built. Collective."""
-    import torch.distributed as dist
-    from deepspeed.utils import groups
+class Session:
+    """An engine in a rank that is part of torch's default process group already. DeepSpeed makes its groups of that
+    one's kind, and so below the instrument where there is one. What it makes inside `with` goes with `close`:
 
-    for name, empty in _KEPT_GROUPS.items():
-        kept = getattr(groups, name)
-        if isinstance(kept, dist.ProcessGroup):
-            _destroy(kept)
-        setattr(groups, name, empty)
+        with Session(device, rank, world_size) as session:
+            engine = session.engine(model, optimizer, config)
+    """
+
+    def __init__(self, device: torch.device, rank: int, world_size: int) -> None:
+        os.environ.update(_environment(device.type))
+        # A size of the node would have it exchange tensors in memory that no instrument sees.
+        os.environ.pop("LOCAL_SIZE", None)
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(device.index or 0), WORLD_SIZE=str(world_size))
+        self._engine: Any = None
+        self._groups: set[dist.ProcessGroup] = set()
+
+    def __enter__(self) -> Session:
+        self._groups = _process_groups()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._groups = _process_groups() - self._groups
+
+    def engine(self, model: nn.Module, optimizer: Optimizer, config: dict[str, Any]) -> Any:
+        """DeepSpeed's engine, which replaces what `optimizer` steps. Collective."""
+        import deepspeed
+
+        self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        return self._engine
+
+    def close(self) -> None:
+        """Ends the engine and the groups that it has made, and has DeepSpeed forget them: it keeps some for the life of
+        a process, where another layout would find them. Collective."""
+        from deepspeed.utils import groups
+
+        self._engine.destroy()
+        for name in _KEPT:
+            setattr(groups, name, None)
+        for group in sorted(self._groups & _process_groups(), key=lambda group: str(group.group_name)):
+            dist.destroy_process_group(group)
 
 
-_KEPT_GROUPS: Mapping[str, Any] = {
-    "_WORLD_GROUP": None,
-    "_ZERO_PARAM_INTRA_PARALLEL_GROUP": None,
-    "_TENSOR_MODEL_PARALLEL_GROUP": None,
-    "_MODEL_PARALLEL_GROUP": None,
-    "_DATA_PARALLEL_GROUP": None,
-    "mesh_device": None,
-    "mpu": None,
-}
+_KEPT = (
+    *("_WORLD_GROUP", "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "_TENSOR_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP"),
+    *("_DATA_PARALLEL_GROUP", "mesh_device", "mpu"),
+)
+"""Where it keeps them."""
 
 
-def _destroy(group: Any) -> None:
-    import torch.distributed as dist
-
-    if group in dist.distributed_c10d._world.pg_map:
-        dist.destroy_process_group(group)
+def _process_groups() -> set[dist.ProcessGroup]:
+    return set(dist.distributed_c10d._world.pg_map)
 
 
 def _environment(device_type: str) -> dict[str, str]:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from harness.layout import Layout
-from harness.parameters import LogicalParameter, logical_parameters
+from harness.parameters import LogicalParameter
 from harness.workload import Workload
+from impls.deepspeed.parts import limits
 
 MOST_BUCKET_ELEMENTS = 500_000_000
 """DeepSpeed's own bucket. It is allocated whole, so that a smaller model is better served by one of its own size."""
@@ -92,41 +93,19 @@ def why_not(workload: Workload, layout: Layout, device: torch.device, options: M
     if layout.data % hpz:
         return f"zero_hpz_partition_size must divide the data degree, got {hpz} and {layout.data}"
     return (
-        _of_recipe(workload, device, options) or _of_model(workload, device) or workload.fits_data_degree(layout.data)
+        limits.why_not(workload, device, zero=stage > 0)
+        or _of_recipe(workload, device, options)
+        or workload.fits_data_degree(layout.data)
     )
 
 
 def _of_recipe(workload: Workload, device: torch.device, options: Mapping[str, Any]) -> str | None:
-    stage, training, precision = options.get("stage", 1), workload.training, workload.precision
-    if stage and precision.compute is torch.float64:
-        return "DeepSpeed's ZeRO steps fp32 copies of fp64 weights"
-    if precision.compute is torch.float64 and training.clip_norm is not None:
-        return "DeepSpeed takes the norm that it clips by in fp32, got fp64"
-    if not stage and precision.master is not None and precision.gradient is not precision.compute:
-        return f"without ZeRO DeepSpeed has no gradients wider than weights, got {precision.name}"
+    training = workload.training
     if training.skip_nonfinite and keeps_whole_fp32_gradients(workload, options):
         return "DeepSpeed's bf16 optimizer, its stage 1 with fp32 gradients, never skips a step"
     if options.get("cpu_adam"):
-        if training.optimizer != "adamw" or precision.compute is torch.float64:
-            return f"DeepSpeedCPUAdam is AdamW on fp32 masters, got {training.optimizer} in {precision.name}"
+        if training.optimizer != "adamw":
+            return f"DeepSpeedCPUAdam is AdamW, got {training.optimizer}"
         if device.type != "cpu" and not options.get("offload_optimizer"):
             return "DeepSpeedCPUAdam steps what lies on the CPU: it needs offload_optimizer=true"
-    return None
-
-
-def _of_model(workload: Workload, device: torch.device) -> str | None:
-    if workload.leaves_parameters_unused:
-        return "DeepSpeed steps parameters that nobody used as well, by decay and by their moments"
-    if workload.synchronise_batch_norm and device.type == "cpu":
-        return "torch.nn.SyncBatchNorm runs on accelerators only"
-    parameters = logical_parameters(workload.model_without_memory(), workload.decays)
-    for parameter in parameters:
-        if not parameter.shape:
-            return f"DeepSpeed cannot broadcast a parameter without dims, as {parameter.name} is"
-    trained = [parameter for parameter in parameters if parameter.trainable]
-    if not trained:
-        return "DeepSpeed needs a parameter to train, got none"
-    dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in trained})
-    if workload.fixed_dtypes and len(dtypes) > 1:
-        return f"DeepSpeed trains parameters of one dtype, got {', '.join(dtypes)}"
     return None
