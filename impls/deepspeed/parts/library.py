@@ -98,9 +98,12 @@ class Session:
         self._groups = _process_groups() - self._groups
 
     def engine(self, model: nn.Module, optimizer: Optimizer, config: dict[str, Any]) -> Any:
-        """DeepSpeed's engine, which replaces what `optimizer` steps. Collective."""
+        """DeepSpeed's engine, which replaces what `optimizer` steps. Collective. Parameters are made contiguous first: it
+        broadcasts them as bytes in memory."""
         import deepspeed
 
+        for parameter in model.parameters():
+            parameter.data = parameter.data.contiguous()
         self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         return self._engine
 
