@@ -14,10 +14,12 @@ _STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One case in a table; `baseline_seconds` is the step of what its time is compared with."""
+    """One case in a table; `baseline_seconds` is the step of what its time is compared with, `peer_seconds` that of the
+    fastest peer of its strategy on the same layout."""
 
     result: Result
     baseline_seconds: float | None
+    peer_seconds: float | None = None
 
     @property
     def name(self) -> str:
@@ -39,8 +41,15 @@ class Row:
 
     @property
     def step_ratio(self) -> float | None:
+        return self._over(self.baseline_seconds)
+
+    @property
+    def peer_ratio(self) -> float | None:
+        return self._over(self.peer_seconds)
+
+    def _over(self, other_seconds: float | None) -> float | None:
         seconds = self.metric("step.median_seconds")
-        return None if seconds is None or not self.baseline_seconds else seconds / self.baseline_seconds
+        return None if seconds is None or not other_seconds else seconds / other_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +98,14 @@ def comparisons(results: Sequence[Result]) -> list[Comparison]:
             )
             for layout, same in by_layout.items()
         }
-        rows = tuple(Row(result=m, baseline_seconds=baselines[str(m.case.layout)]) for m in members)
+        rows = tuple(
+            Row(
+                result=member,
+                baseline_seconds=baselines[str(member.case.layout)],
+                peer_seconds=_best_peer_seconds(member, by_layout[str(member.case.layout)]),
+            )
+            for member in members
+        )
         found.append(Comparison(title=title, rows=rows, baseline="floor" if has_floors else "fastest"))
     return found
 
@@ -101,6 +117,18 @@ def is_measured(result: Result) -> bool:
 
 def _is_baseline(result: Result, has_floors: bool) -> bool:
     return "step.median_seconds" in result.metrics and (result.case.role == "floor" or not has_floors)
+
+
+def _best_peer_seconds(member: Result, others: Sequence[Result]) -> float | None:
+    """A floor trains nothing, and a peer that trains another model is no measure for one that does not."""
+    if member.case.role == "floor":
+        return None
+    seconds = (
+        other.metrics.get("step.median_seconds")
+        for other in others
+        if other.case.role == "peer" and other.status == "ok" and other.stands_beside(member.strategy)
+    )
+    return min((value for value in seconds if value is not None), default=None)
 
 
 def _title(case: Case) -> str:

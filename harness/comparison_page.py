@@ -9,24 +9,35 @@ from pathlib import Path
 from typing import Any
 
 from harness.comparison import Comparison, Row, comparisons
+from harness.library_matrix import Line, matrix
 from harness.reasons import departures, measured_on, reasons
-from harness.report import Column, figure
+from harness.report import Column, figure, unit_of
 from harness.result import Result
 
 _MIB = 2**20
-_BESIDE_STATES = {
+_CATEGORIES = {
+    "parameter_bytes": "parameters",
+    "gradient_bytes": "gradients",
+    "optimizer_bytes": "optimizer states",
     "communication_buffer_bytes": "communication buffers",
     "activation_bytes": "activations",
     "other_bytes": "other",
 }
+MATRIX_MEANING = (
+    "The median step of each library's fastest setting that trains the reference's model, and in brackets over that of "
+    "the best peer: below 1 is faster."
+)
 LEGEND = (
+    "step / best peer: the median step over that of the fastest peer of the same strategy which trains the same model",
     "states: parameters, gradients and optimizer states of the rank that holds most of each, measured; predicted: the "
-    "strategy's closed form of them. Neither holds anything of what stands under *beside states*, each of it at its "
-    "own largest, wherever in the step that is",
+    "strategy's closed form of them",
+    "by category: the states one by one, and what a step needs beside them, each at its own largest, wherever in the "
+    "step that is; in brackets what was predicted",
     "peak: the most bytes allocated at once, measured; predicted: the closed form, and a dry run for what one "
     "micro-batch needs beside it",
     "sent: what one rank puts on the wire in a step, measured, of the rank that sends most; predicted: the closed form",
     "collectives: the operations of a step; a send and a receive are one each",
+    "busy %: the part of a step in which at least one collective is in flight",
     "exposed %: the part of a step that would be saved if communication cost nothing",
     "latencies: how many latencies of the link a step waits for one after another: what it gets longer by when every "
     "operation is launched d later, over d",
@@ -39,9 +50,11 @@ def page(results: Sequence[Result], path: Path) -> str:
     """The page as Markdown; `path` is where the results were read from."""
     suites = list(dict.fromkeys(result.suite for result in results if result.suite))
     lines = [f"# {' and '.join(suites) or 'Cases'}: strategies compared", ""]
+    if lines_of_matrix := matrix(results):
+        lines += ["## Strategies and libraries", "", MATRIX_MEANING, "", *_matrix_table(lines_of_matrix), ""]
     for comparison in comparisons(results):
         lines += [f"## {comparison.title}", "", *(f"- {text}" for text in sentences(comparison)), ""]
-        lines += [*_table(columns(comparison.baseline), comparison.rows), ""]
+        lines += [*_table(columns(comparison), comparison.rows), ""]
     notes = ["; ".join(reasons(result)) for result in results if result.status != "ok"]
     notes += [line for result in results for line in departures(result)]
     if notes:
@@ -78,7 +91,6 @@ def provenance(results: Sequence[Result], path: Path) -> list[str]:
     """Machine, versions, date, commit and command."""
     environment: Mapping[str, Any] = next((r.environment for r in results if r.environment), {})
     versions = {name: environment.get(name) for name in ("os", "python", "torch", "numpy")}
-    versions |= environment.get("libraries") or {}
     dates = sorted({time.strftime("%Y-%m-%d", time.gmtime(r.started)) for r in results if r.started})
     commit = environment.get("commit")
     delay = "communication.delay_seconds"
@@ -94,28 +106,33 @@ def provenance(results: Sequence[Result], path: Path) -> list[str]:
     return [*measured_on(results), *(f"{name}: {text or '-'}" for name, text in said.items())]
 
 
-def columns(baseline: str) -> tuple[Column, ...]:
+def columns(comparison: Comparison) -> tuple[Column, ...]:
+    """Those of one table."""
+    unit = unit_of([row.result for row in comparison.rows])
     return (
         Column(header="implementation", cell=lambda row: row.name, numeric=False),
+        Column(header=f"{unit}/s", cell=lambda row: figure(row.metric(f"throughput.{unit}_per_second"))),
+        Column(header=f"step / {comparison.baseline}", cell=lambda row: figure(row.step_ratio)),
+        Column(header="step / best peer", cell=lambda row: figure(row.peer_ratio)),
         Column(header="states MiB", cell=lambda row: figure(row.state_bytes, 1 / _MIB)),
         Column(header="states predicted", cell=lambda row: figure(row.predicted_state_bytes, 1 / _MIB)),
-        Column(header="beside states MiB", cell=_beside_states, numeric=False),
+        Column(header="by category MiB", cell=_by_category, numeric=False),
         Column(header="peak MiB", cell=_mib("memory.peak_allocated_bytes.max_rank")),
         Column(header="peak predicted", cell=_mib("memory.predicted_peak_bytes")),
         Column(header="sent MiB", cell=_mib("communication.bytes_per_step")),
         Column(header="sent predicted", cell=_mib("communication.predicted_bytes_per_step")),
         Column(header="collectives", cell=lambda row: _count(row.metric("communication.calls_per_step"))),
+        Column(header="busy %", cell=lambda row: figure(row.metric("communication.busy_ratio"), 100)),
         Column(header="exposed %", cell=lambda row: figure(row.metric("communication.exposed_ratio"), 100)),
         Column(header="latencies", cell=lambda row: figure(row.metric("communication.exposed_latencies_per_step"))),
-        Column(header=f"step / {baseline}", cell=lambda row: figure(row.step_ratio)),
         Column(header="lines changed", cell=lambda row: _count(row.metric("code.changed_lines"))),
         Column(header="parity", cell=_parity, numeric=False),
     )
 
 
-def _beside_states(row: Row) -> str:
+def _by_category(row: Row) -> str:
     parts = []
-    for name, text in _BESIDE_STATES.items():
+    for name, text in _CATEGORIES.items():
         measured, predicted = row.metric(f"memory.{name}"), row.metric(f"memory.predicted_{name}")
         if measured or predicted:
             form = "" if predicted is None else f" (predicted {figure(predicted, 1 / _MIB)})"
@@ -195,7 +212,22 @@ def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _table(shown: Sequence[Column], rows: Sequence[Row]) -> list[str]:
+def _matrix_table(lines: Sequence[Line]) -> list[str]:
+    """One column for each library."""
+    names = list(lines[0].cells)
+
+    def cell_of(name: str) -> Callable[[Line], str]:
+        return lambda line: line.cells[name]
+
+    shown = (
+        Column(header="strategy", cell=lambda line: line.strategy, numeric=False),
+        Column(header="work", cell=lambda line: line.work, numeric=False),
+        *(Column(header=name, cell=cell_of(name)) for name in names),
+    )
+    return _table(shown, lines)
+
+
+def _table(shown: Sequence[Column], rows: Sequence[Any]) -> list[str]:
     def line(cells: Sequence[str]) -> str:
         return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 

@@ -75,6 +75,8 @@ DATA_PARALLEL = result(
         "communication.exposed_ratio": 0.123,
         "communication.exposed_latencies_per_step": 1.04,
         "communication.delay_seconds": 0.02,
+        "communication.busy_ratio": 0.25,
+        "throughput.tokens_per_second": 853.0,
         "step.median_seconds": 0.15,
     },
 )
@@ -117,7 +119,8 @@ def cells(line: str) -> list[str]:
 
 
 def rows(results: list[Result]) -> dict[str, dict[str, str]]:
-    lines = [line for line in page(results, Path("results/r")).splitlines() if line.startswith("|")]
+    tables = page(results, Path("results/r")).partition("\n## `")[2]
+    lines = [line for line in tables.splitlines() if line.startswith("|")]
     header, _, *body = map(cells, lines)
     return {row[0]: dict(zip(header, row, strict=True)) for row in body}
 
@@ -130,17 +133,21 @@ def bullets(text: str, after: str) -> list[str]:
 def test_every_figure_stands_in_its_column_beside_its_closed_form() -> None:
     assert rows(ALL)["native.ddp"] == {
         "implementation": "native.ddp",
+        "tokens/s": "853",
+        "step / floor": "1.50",
+        "step / best peer": "0.6",
         "states MiB": "1,024",
         "states predicted": "1,023",
-        "beside states MiB": "activations 12.3 (predicted 12.0), other 3.00",
+        "by category MiB": "parameters 256 (predicted 256), gradients 256 (predicted 256), optimizer states 512 "
+        "(predicted 511), activations 12.3 (predicted 12.0), other 3.00",
         "peak MiB": "1,045",
         "peak predicted": "1,036",
         "sent MiB": "64.7",
         "sent predicted": "64.5",
         "collectives": "3",
+        "busy %": "25.0",
         "exposed %": "12.3",
         "latencies": "1.04",
-        "step / floor": "1.50",
         "lines changed": "-",
         "parity": "ok",
     }
@@ -148,13 +155,13 @@ def test_every_figure_stands_in_its_column_beside_its_closed_form() -> None:
 
 def test_what_was_not_measured_is_a_dash_and_what_parted_says_so() -> None:
     sharded = rows(ALL)["native.zero stage=2"]
-    assert sharded["beside states MiB"] == "communication buffers 8.00 (predicted 7.50)"
+    assert sharded["by category MiB"].endswith("optimizer states 128, communication buffers 8.00 (predicted 7.50)")
     assert (sharded["collectives"], sharded["parity"]) == ("30.5", "FAILED")
     peer = rows(ALL)["torch.zero text=a¦b"]
     assert (peer["step / floor"], peer["lines changed"]) == ("2.50", "18")
     assert {name for name, cell in peer.items() if cell == "-"} == {
-        "states MiB", "states predicted", "beside states MiB", "peak MiB", "peak predicted", "sent predicted",
-        "collectives", "exposed %", "parity",
+        "tokens/s", "states MiB", "states predicted", "by category MiB", "peak MiB", "peak predicted",
+        "sent predicted", "collectives", "busy %", "exposed %", "parity",
     }  # fmt: skip
     assert rows(ALL)["native.floor (floor)"]["step / floor"] == "1.00"
 
@@ -203,8 +210,8 @@ def test_the_page_says_where_its_figures_come_from_and_names_no_place_on_this_ma
     assert text.startswith("# sharding: strategies compared\n")
     assert bullets(text, "What the columns say") == list(LEGEND)
     assert bullets(text, "Where the figures come from") == [
-        "measured on: a processor, 2 cores, 1 thread(s) a rank, torch 2.13.0",
-        "versions: os Linux-6, python 3.11.7, torch 2.13.0, deepspeed 0.19",
+        "measured on: a processor, 2 cores, 1 thread(s) a rank, torch 2.13.0, deepspeed 0.19",
+        "versions: os Linux-6, python 3.11.7, torch 2.13.0",
         "delay of an operation: 20.0 ms to 75.0 ms",
         "date: 2030-01-01",
         "commit: abc123 with local changes",
