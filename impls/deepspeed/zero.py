@@ -63,9 +63,9 @@ class DeepSpeedZero(Implementation):
 
     @classmethod
     def comparable_strategies(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
-        """Stage 3 keeps what it has gathered until backward, if that comes within its distance of reuse."""
-        keeps = options.get("stage", 1) == 3 and options.get("stage3_max_reuse_distance") != 0
-        return ("zero_3", "zero_2") if keeps else (cls.strategy_of(options),)
+        if options.get("stage", 1) == 3 and zero_config.keeps_gathered(options):
+            return ("zero_3", "zero_2")
+        return (cls.strategy_of(options),)
 
     @classmethod
     def unsupported(
@@ -89,6 +89,7 @@ class DeepSpeedZero(Implementation):
         use_multi_rank_bucket_allreduce: bool = True,
         stage3_param_persistence_threshold: int | None = None,
         stage3_max_reuse_distance: int | None = None,
+        stage3_prefetch_bucket_size: int | None = None,
         zero_hpz_partition_size: int = 1,
         offload_optimizer: bool = False,
         cpu_adam: bool = False,
@@ -102,6 +103,7 @@ class DeepSpeedZero(Implementation):
             "use_multi_rank_bucket_allreduce": use_multi_rank_bucket_allreduce,
             "stage3_param_persistence_threshold": stage3_param_persistence_threshold,
             "stage3_max_reuse_distance": stage3_max_reuse_distance,
+            "stage3_prefetch_bucket_size": stage3_prefetch_bucket_size,
             "zero_hpz_partition_size": zero_hpz_partition_size,
             "offload_optimizer": offload_optimizer,
         }

@@ -91,7 +91,10 @@ class Session:
         self._groups: set[dist.ProcessGroup] = set()
 
     def __enter__(self) -> Session:
+        import deepspeed
+
         self._groups = _process_groups()
+        deepspeed.init_distributed(verbose=False)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -99,12 +102,17 @@ class Session:
 
     def engine(self, model: nn.Module, optimizer: Optimizer, config: dict[str, Any]) -> Any:
         """DeepSpeed's engine, which replaces what `optimizer` steps. Collective. Parameters are made contiguous first: it
-        broadcasts them as bytes in memory."""
+        broadcasts them as bytes in memory. In bf16 without ZeRO it takes a step with gradients of zero to have the
+        moments made; nothing of that shall stay, neither decay nor a count of steps."""
         import deepspeed
 
         for parameter in model.parameters():
             parameter.data = parameter.data.contiguous()
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
         self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        if hasattr(self._engine.optimizer, "fp32_groups"):
+            optimizer.state.clear()
         return self._engine
 
     def close(self) -> None:

@@ -15,7 +15,12 @@ from impls.deepspeed.parts import limits
 MOST_BUCKET_ELEMENTS = 500_000_000
 """DeepSpeed's own bucket. It is allocated whole, so that a smaller model is better served by one of its own size."""
 STAGES = (0, 1, 2, 3)
-_OF_STAGE_3 = ("stage3_param_persistence_threshold", "stage3_max_reuse_distance", "zero_hpz_partition_size")
+_OF_STAGE_3 = (
+    "stage3_param_persistence_threshold",
+    "stage3_max_reuse_distance",
+    "stage3_prefetch_bucket_size",
+    "zero_hpz_partition_size",
+)
 _OF_STAGES_1_AND_2 = ("use_multi_rank_bucket_allreduce",)
 
 
@@ -45,6 +50,12 @@ def bucket_elements(parameters: Sequence[LogicalParameter], options: Mapping[str
     return min(trained, MOST_BUCKET_ELEMENTS) if given is None else given
 
 
+def keeps_gathered(options: Mapping[str, Any]) -> bool:
+    """Whether stage 3 keeps what it has gathered from forward until backward: what is used again within its distance,
+    and what it has gathered ahead."""
+    return any(options.get(name) != 0 for name in ("stage3_max_reuse_distance", "stage3_prefetch_bucket_size"))
+
+
 def keeps_whole_fp32_gradients(workload: Workload, options: Mapping[str, Any]) -> bool:
     """Whether it is DeepSpeed's bf16 optimizer that steps: stage 1 where gradients are wider than weights."""
     precision = workload.precision
@@ -71,8 +82,9 @@ def refused(options: Mapping[str, Any]) -> str | None:
     for name in _OF_STAGE_3:
         if name in options and stage != 3:
             return f"{name} is an option of stage 3, got stage {stage}"
-        if options.get(name) is not None and options[name] < (name == "zero_hpz_partition_size"):
-            return f"{name} must not be negative, got {options[name]}"
+        least = int(name == "zero_hpz_partition_size")
+        if options.get(name) is not None and options[name] < least:
+            return f"{name} must be at least {least}, got {options[name]}"
     for name in _OF_STAGES_1_AND_2:
         if name in options and stage not in (1, 2):
             return f"{name} is an option of stages 1 and 2, got stage {stage}"
