@@ -10,7 +10,7 @@ what the engine puts in its place, and buckets of the model's size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,9 +20,9 @@ from harness.implementation import Implementation, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import decay_groups, global_norm, torch_optimizer
-from harness.parameters import MemoryCategory, logical_parameters
+from harness.parameters import LogicalParameter, MemoryCategory, logical_parameters
 from harness.workload import Batch, MicroBatch, Workload
-from impls.deepspeed.parts import library, zero_config
+from impls.deepspeed.parts import library, zero_config, zero_costs
 from impls.deepspeed.parts.engine_config import engine_config
 from impls.deepspeed.parts.engine_states import engine_states, masters_of
 from impls.deepspeed.parts.whole_tensors import whole_gradients, whole_parameters
@@ -72,6 +72,18 @@ class DeepSpeedZero(Implementation):
         cls, workload: Workload, layout: Layout, device: torch.device, options: Mapping[str, Any]
     ) -> str | None:
         return zero_config.why_not(workload, layout, device, options)
+
+    @classmethod
+    def predicted_memory(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Mapping[MemoryCategory, int] | None:
+        return zero_costs.memory_bytes(workload, parameters, layout, options)
+
+    @classmethod
+    def predicted_wire_bytes(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> int | None:
+        return zero_costs.wire_bytes(workload, parameters, layout, options)
 
     def __init__(
         self,
