@@ -185,10 +185,19 @@ class DeepSpeedZero(Implementation):
             self.engine.optimizer.compute_grad_norm = asks_for_norm
         self.engine.step()
         skipped = not self.engine.was_step_applied()
+        if skipped and self.stage == 3:
+            self._gather_persistent()
         self.num_updates += not skipped
         if self.stage and asks_for_norm:
             norm = torch.as_tensor(self.engine.get_global_grad_norm())
         return norm, skipped
+
+    def _gather_persistent(self) -> None:
+        """What DeepSpeed would do in the next forward, but at once, as after a step that is taken: in a step without
+        communication ranks may disagree on whether to take it, and be out of step from then on."""
+        persistent = self.engine.optimizer.persistent_parameters
+        if persistent:
+            persistent[0].all_gather(persistent)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Of a step that tracked the norm: the engine lets go of them as it steps."""

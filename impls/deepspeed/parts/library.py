@@ -101,9 +101,11 @@ class Session:
         self._groups = _process_groups() - self._groups
 
     def engine(self, model: nn.Module, optimizer: Optimizer, config: dict[str, Any]) -> Any:
-        """DeepSpeed's engine, which replaces what `optimizer` steps. Collective. Parameters are made contiguous first,
-        since it broadcasts them as bytes in memory. In bf16 without ZeRO it takes a step with gradients of zero to have the
-        moments made; nothing of that shall stay, neither decay nor a count of steps."""
+        """DeepSpeed's engine, which replaces what `optimizer` steps. Collective.
+
+        Parameters are made contiguous first, since it broadcasts them as bytes in memory. In bf16 without ZeRO it takes
+        a step with gradients of zero to have the moments made; nothing of that stays, neither decay nor a step count.
+        """
         import deepspeed
 
         for parameter in model.parameters():

@@ -20,12 +20,12 @@ def why_not(workload: Workload, device: torch.device, *, zero: bool) -> str | No
     if workload.synchronise_batch_norm and device.type == "cpu":
         return "torch.nn.SyncBatchNorm runs on accelerators only"
     parameters = logical_parameters(workload.model_without_memory(), workload.decays)
-    for parameter in parameters:
-        if not parameter.shape:
-            return f"DeepSpeed cannot broadcast a parameter without dims, as {parameter.name} is"
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters if p.trainable})
     if not dtypes:
         return "DeepSpeed needs a parameter to train, got none"
     if workload.fixed_dtypes and dtypes != ["float32"]:
         return f"DeepSpeed trains parameters of one dtype, got {', '.join(dtypes)}"
+    for parameter in parameters:
+        if not parameter.shape:
+            return f"DeepSpeed cannot broadcast a parameter without dims, as {parameter.name} is"
     return None

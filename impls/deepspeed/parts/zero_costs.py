@@ -105,8 +105,19 @@ def _gathered_bytes(
 def _norm_bytes(
     workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
 ) -> int:
-    """One number a decay group; a flag where bf16 gradients are looked through."""
-    return 0
+    """Of one number a decay group, where it is taken, in fp64 in stage 3; and of a flag where bf16 gradients are looked
+    through for what is not finite."""
+    stage, training = options.get("stage", 1), workload.training
+    if not stage:
+        clips_by_hand = training.clip_norm is not None and workload.precision.master is None
+        return all_reduce_wire_bytes(torch.float32.itemsize, layout.data) if clips_by_hand else 0
+    num_groups = len(list(_groups(parameters)))
+    if stage == 3:
+        return num_groups * all_reduce_wire_bytes(torch.float64.itemsize, layout.data)
+    sent = num_groups * all_reduce_wire_bytes(torch.float32.itemsize, layout.data) if training.checks_norm else 0
+    if training.skip_nonfinite and workload.precision.master is not None:
+        sent += all_reduce_wire_bytes(torch.uint8.itemsize, layout.data)
+    return sent
 
 
 def _gradient_bytes(workload: Workload) -> int:
@@ -130,5 +141,5 @@ def _padded(group: Sequence[LogicalParameter], ranks: int, stage: int) -> int:
     return 2 * ranks * -(-_num_trained(group) // (2 * ranks))
 
 
-def _padded_bytes(parameters: Sequence[LogicalParameter], ranks: int, workload: Workload, *, trained: bool) -> int:
+def _padded_bytes(parameters: Sequence[LogicalParameter], ranks: int, workload: Workload) -> int:
     return sum(_padded(group, ranks, 3) for group in _groups(parameters)) * _gradient_bytes(workload)
