@@ -23,6 +23,7 @@ from impls.deepspeed.parts import library, limits, pipeline_stages
 from impls.deepspeed.parts.engine_config import engine_config
 from impls.deepspeed.parts.engine_states import engine_states, masters_of
 from impls.deepspeed.parts.pipeline_stages import Partition, pipeline_module, plan
+from impls.deepspeed.parts.whole_tensors import whole_parameters
 
 
 class DeepSpeedPipeline(Implementation):
@@ -177,8 +178,7 @@ class DeepSpeedPipeline(Implementation):
         return dict(self._gradients)
 
     def full_parameters(self) -> dict[str, Tensor]:
-        held = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
-        return self._whole({**held, **masters_of(self.engine, self.trained)})
+        return self._whole(whole_parameters(self.model, self.trained, masters_of(self.engine, self.trained)))
 
     def full_buffers(self) -> dict[str, Tensor]:
         own = set(self.module.buffers())

@@ -77,9 +77,7 @@ def wire_bytes(
     if stage == 3:
         if keeps_gathered(options) and _num_trained(parameters) > _PREFETCHED_ELEMENTS:
             return None
-        sent = num_micro_batches * all_reduce_wire_bytes(
-            _padded_bytes(parameters, ranks, workload, trained=True), ranks
-        )
+        sent = num_micro_batches * all_reduce_wire_bytes(_padded_bytes(parameters, ranks, workload), ranks)
         sent += _gathered_bytes(workload, parameters, ranks, options)
     else:
         sent = all_reduce_wire_bytes(summed, ranks) * (num_micro_batches if stage == 2 else 1)
