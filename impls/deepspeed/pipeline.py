@@ -62,6 +62,13 @@ class DeepSpeedPipeline(Implementation):
         )
 
     @classmethod
+    def predicted_memory(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Mapping[MemoryCategory, int] | None:
+        planned = plan(workload, layout.pipeline, options.get("partition", "flops"))
+        return pipeline_stages.memory_bytes(planned, workload, parameters, zero=options.get("stage", 0) == 1)
+
+    @classmethod
     def predicted_wire_bytes(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> int | None:

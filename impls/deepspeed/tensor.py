@@ -3,7 +3,7 @@ plan names by ones that hold a slice each; torch's fused optimizer steps the sli
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,9 @@ from harness.implementation import Implementation, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import decay_groups, global_norm, norm_over_ranks, torch_optimizer
-from harness.parameters import MemoryCategory, logical_parameters
+from harness.parameters import LogicalParameter, MemoryCategory, logical_parameters
 from harness.workload import Batch, Workload
-from impls.deepspeed.parts import library, limits
+from impls.deepspeed.parts import library, limits, tensor_costs
 from impls.deepspeed.parts.engine_config import engine_config
 from impls.deepspeed.parts.engine_states import engine_states, masters_of
 from impls.deepspeed.parts.tensor_slices import slices_of
@@ -44,7 +44,21 @@ class DeepSpeedTensorParallel(Implementation):
     ) -> str | None:
         if (layout.data, layout.pipeline) != (1, 1):
             return f"AutoTP takes a tensor degree alone here, got {layout}"
+        if workload.precision.master is not None and workload.training.clip_norm is not None:
+            return "DeepSpeed clips in bf16 by a norm that leaves out the slices of all ranks but the first"
         return limits.why_not(workload, device, zero=False) or workload.fits_tensor_degree(layout.tensor)
+
+    @classmethod
+    def predicted_memory(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Mapping[MemoryCategory, int] | None:
+        return tensor_costs.memory_bytes(workload, parameters, layout, cuts_head=options.get("cuts_head", True))
+
+    @classmethod
+    def predicted_wire_bytes(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> int | None:
+        return tensor_costs.wire_bytes(workload, layout, cuts_head=options.get("cuts_head", True))
 
     def __init__(
         self, workload: Workload, layout: Layout, mesh: Mesh, device: torch.device, *, cuts_head: bool = True

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from harness import chain
 from harness.chain import Border, Chain, TensorShape, as_value, borders, chain_of, holders_of, run_blocks
 from harness.implementation import phase
-from harness.parameters import all_reduce_wire_bytes, broadcast_wire_bytes
+from harness.parameters import (
+    LogicalParameter,
+    MemoryCategory,
+    all_reduce_wire_bytes,
+    broadcast_wire_bytes,
+    replicated_state_bytes,
+)
 from harness.stage_costs import stages_of
 from harness.workload import Workload
 
@@ -113,6 +119,32 @@ def pipeline_module(built: Chain, planned: StagePlan, rank: int, loss: Callable[
     if rank in sharing:
         module.add_module("stage", stages[rank])
     return module
+
+
+def memory_bytes(
+    planned: StagePlan, workload: Workload, parameters: Sequence[LogicalParameter], *, zero: bool
+) -> dict[MemoryCategory, int]:
+    """Of the rank that needs most: its parameters with their states, a place for what it receives and, under ZeRO, the
+    bucket of its gradients and the copy that is reduced."""
+    return max(
+        (_memory_bytes(planned, workload, parameters, rank, zero=zero) for rank in range(len(planned.stages))),
+        key=lambda num_bytes: sum(num_bytes.values()),
+    )
+
+
+def _memory_bytes(
+    planned: StagePlan, workload: Workload, parameters: Sequence[LogicalParameter], rank: int, *, zero: bool
+) -> dict[MemoryCategory, int]:
+    held = [parameter for parameter in parameters if rank in planned.held_by.get(parameter.name, [])]
+    states = replicated_state_bytes(held, workload.precision, workload.training.num_moments)
+    received = sum(shape.num_bytes for shape in planned.outputs[rank - 1]) if rank else 0
+    if rank + 1 < len(planned.stages):
+        # One place serves activations and gradients alike, tensor by tensor, where it is large enough.
+        received = max(received, sum(s.num_bytes for s in planned.outputs[rank] if s.dtype.is_floating_point))
+    if zero:
+        trained = sum(parameter.num_elements for parameter in held if parameter.trainable)
+        states["optimizer_states"] = trained * torch.float32.itemsize * (1 + workload.training.num_moments)
+    return {**states, "communication_buffers": received + states["gradients"]}
 
 
 def wire_bytes(

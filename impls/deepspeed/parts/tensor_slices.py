@@ -25,10 +25,21 @@ class Slice:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSlices:
-    """The `partition_config` of AutoTP, and how each parameter that it cuts is cut, by name."""
+    """The layers that AutoTP replaces, each with what its specification says beside the name; how each parameter that
+    it cuts is cut, by name; and the parameters whose gradients are summed."""
 
-    partition_config: Mapping[str, Any]
+    layers: Mapping[str, dict[str, Any]]
     slices: Mapping[str, Slice]
+    summed: tuple[str, ...]
+
+    @property
+    def partition_config(self) -> dict[str, Any]:
+        """Its configuration."""
+        specs = [{"patterns": [f"{re.escape(name)}\\.weight$"], **spec} for name, spec in self.layers.items()]
+        if self.summed:
+            patterns = [f"{re.escape(name)}$" for name in self.summed]
+            specs.append({"patterns": patterns, "partition_type": "skip", "grad_allreduce": True})
+        return {"use_default_specs": False, "layer_specs": specs}
 
     def whole(self, name: str, own: Tensor, group: dist.ProcessGroup) -> Tensor:
         """The parameter `name`, or its gradient, of which this rank has `own`, on the CPU. Collective."""
@@ -48,24 +59,19 @@ def slices_of(model: nn.Module, workload: Workload, *, cuts_head: bool) -> Tenso
     assert workload.tensor_plan is not None
     plan = resolve(model, workload.tensor_plan(model))
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    specs: list[dict[str, Any]] = []
+    layers: dict[str, dict[str, Any]] = {}
     slices: dict[str, Slice] = {}
     for name, role in plan.roles.items():
         layer = model.get_submodule(name)
-        pattern = {"patterns": [f"{re.escape(name)}\\.weight$"]}
         weight, bias = f"{name}.weight", f"{name}.bias"
         if isinstance(role, RowParallel):
-            specs.append({**pattern, "partition_type": "row"})
+            layers[name] = {"partition_type": "row"}
             slices[weight] = Slice(dim=1)
         elif isinstance(role, ColumnParallel):
             fused = {"shape": [role.parts, -1], "partition_dim": 0} if role.parts > 1 else {}
-            specs.append({**pattern, **fused, "partition_type": "column"})
+            layers[name] = {"partition_type": "column", **fused}
             slices |= {weight: Slice(dim=0, parts=role.parts), bias: Slice(dim=0, parts=role.parts)}
         elif cuts_head and isinstance(layer, nn.Linear) and id(layer.weight) not in tied:
-            specs.append({**pattern, "partition_type": "column", "gather_output": True})
+            layers[name] = {"partition_type": "column", "gather_output": True}
             slices |= {weight: Slice(dim=0), bias: Slice(dim=0)}
-    partial = sorted(partial_parameters(model, plan))
-    if partial:
-        names = [f"{re.escape(name)}$" for name in partial]
-        specs.append({"patterns": names, "partition_type": "skip", "grad_allreduce": True})
-    return TensorSlices(partition_config={"use_default_specs": False, "layer_specs": specs}, slices=slices)
+    return TensorSlices(layers=layers, slices=slices, summed=tuple(sorted(partial_parameters(model, plan))))

@@ -109,6 +109,8 @@ def _norm_bytes(
     if not stage:
         clips_by_hand = training.clip_norm is not None and workload.precision.master is None
         return all_reduce_wire_bytes(torch.float32.itemsize, layout.data) if clips_by_hand else 0
+    if keeps_whole_fp32_gradients(workload, options):
+        return 0  # every rank has the whole gradient
     num_groups = len(list(_groups(parameters)))
     if stage == 3:
         return num_groups * all_reduce_wire_bytes(torch.float64.itemsize, layout.data)

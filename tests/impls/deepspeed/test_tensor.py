@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -7,15 +9,26 @@ import torch
 
 from harness import models
 from harness.layout import Layout
+from harness.measure import communication
+from harness.measure.memory import MemoryReport
+from harness.measure.predicted_memory import registry
 from harness.workload import in_precision
 from impls.deepspeed.parts.tensor_slices import Slice, slices_of
 from impls.deepspeed.tensor import DeepSpeedTensorParallel
 from tests.conftest import parity_case
+from tests.impls.test_figures import Instrumented, make_case, work_of
 
 if TYPE_CHECKING:
     from tests.conftest import Worlds
 
 NAME = "deepspeed.tensor"
+
+
+@pytest.fixture(scope="module")
+def instrumented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instrumented]:
+    ranks = Instrumented(tmp_path_factory.mktemp("instrumented"))
+    yield ranks
+    ranks.close()
 
 
 def test_a_tensor_plan_becomes_a_partition_config() -> None:
@@ -46,15 +59,18 @@ def test_a_tensor_plan_becomes_a_partition_config() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "precision", "words"),
+    ("kind", "layout", "precision", "words"),
     [
-        (Layout(data=2, tensor=2), "fp32", "takes a tensor degree alone"),
-        (Layout(tensor=2), "fp64", "reduces no fp64 gradients"),
-        (Layout(tensor=3), "fp32", "tensor=3 does not divide"),
+        ("sgd", Layout(data=2, tensor=2), "fp32", "takes a tensor degree alone"),
+        ("sgd", Layout(tensor=2), "fp64", "reduces no fp64 gradients"),
+        ("clipped", Layout(tensor=2), "bf16", "leaves out the slices of all ranks but the first"),
+        ("sgd", Layout(tensor=3), "fp32", "tensor=3 does not divide"),
     ],
 )
-def test_what_it_cannot_train_is_told_before_anything_starts(layout: Layout, precision: str, words: str) -> None:
-    workload = in_precision(models.load("awkward:kind=sgd"), precision)
+def test_what_it_cannot_train_is_told_before_anything_starts(
+    kind: str, layout: Layout, precision: str, words: str
+) -> None:
+    workload = in_precision(models.load(f"awkward:kind={kind}"), precision)
     reason = DeepSpeedTensorParallel.unsupported(workload, layout, torch.device("cpu"), {})
     assert reason is not None
     assert words in reason
@@ -66,7 +82,7 @@ def test_what_it_cannot_train_is_told_before_anything_starts(layout: Layout, pre
     [
         ("llama:size=tiny,global_batch_size=4", "fp32", {}),
         ("llama:size=tiny,global_batch_size=4", "fp32", {"cuts_head": False}),
-        ("awkward:kind=clipped", "bf16", {}),
+        ("awkward:kind=sgd", "bf16", {}),
         ("awkward:kind=tied", "fp32", {}),
     ],
     ids=str,
@@ -78,3 +94,31 @@ def test_trains_what_one_process_trains(worlds: Worlds, workload: str, precision
     parity = worlds.parity(case)
     assert parity.ok, parity.explanation
     assert parity.replicas_bit_equal
+
+
+@pytest.mark.baselines
+@pytest.mark.parametrize(
+    ("world_size", "workload", "options"),
+    [
+        (2, "awkward:kind=gqa", {}),
+        (2, "awkward:kind=vocabulary", {"cuts_head": False}),
+        (4, "gpt:size=tiny,global_batch_size=4", {}),
+    ],
+    ids=str,
+)
+def test_bytes_sent_and_held_are_the_closed_form(
+    instrumented: Instrumented, world_size: int, workload: str, options: dict[str, Any]
+) -> None:
+    if reason := DeepSpeedTensorParallel.unavailable():
+        pytest.skip(reason)
+    case = replace(make_case(NAME, world_size, workload, **options), layout=Layout(tensor=world_size))
+    work = work_of(case)
+    launch = instrumented.adopt(case)
+    reports: list[MemoryReport] = launch.command("build_and_measure_memory", num_steps=1)
+    answers = launch.command("measure_communication", num_steps=1)
+    sent = communication.summarise([answer["records"] for answer in answers])
+    wire = DeepSpeedTensorParallel.predicted_wire_bytes(work, registry(work), case.layout, options)
+    assert sent["communication.bytes_per_step"] == wire
+    predicted = DeepSpeedTensorParallel.predicted_memory(work, registry(work), case.layout, options)
+    assert predicted is not None
+    assert max(report.largest_bytes["parameters"] for report in reports) == predicted["parameters"]
