@@ -159,7 +159,8 @@ def everyday() -> Iterator[Any]:
 
 def marks_of(name: str) -> list[pytest.MarkDecorator]:
     """A third-party library's has a session of its own."""
-    return [pytest.mark.baselines] if implementation.load(name).libraries else []
+    is_prepared = [pytest.mark.baselines, pytest.mark.timeout(1200)]  # the first one waits for a compilation
+    return is_prepared if implementation.load(name).libraries else []
 
 
 @pytest.mark.parametrize(("name", "options", "kind", "turn"), list(everyday()))
@@ -188,8 +189,10 @@ def test_trains_on_every_layout(worlds: Worlds, name: str, options: dict[str, An
 
 
 def skip_unless_available(name: str) -> None:
-    if reason := implementation.load(name).unavailable():
+    kind = implementation.load(name)
+    if reason := kind.unavailable():
         pytest.skip(f"{name} is unavailable: {reason}")
+    kind.prepare({})
 
 
 def skip_out_of_step(name: str, options: dict[str, Any], kind: str) -> None:

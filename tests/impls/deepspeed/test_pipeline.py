@@ -15,6 +15,7 @@ from harness.workload import in_precision
 from impls.deepspeed.parts.pipeline_stages import plan
 from impls.deepspeed.pipeline import DeepSpeedPipeline
 from tests.conftest import parity_case
+from tests.impls.test_conformance import skip_unless_available
 from tests.impls.test_figures import Instrumented, make_case, work_of
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def test_zero_stops_at_stage_one() -> None:
 
 
 @pytest.mark.baselines
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("world_size", "workload", "precision", "options"),
     [
@@ -74,8 +76,7 @@ def test_zero_stops_at_stage_one() -> None:
 def test_trains_what_one_process_trains(
     worlds: Worlds, world_size: int, workload: str, precision: str, options: dict[str, Any]
 ) -> None:
-    if reason := DeepSpeedPipeline.unavailable():
-        pytest.skip(reason)
+    skip_unless_available(NAME)
     layout = Layout(pipeline=world_size)
     case = parity_case(workload, NAME, world_size, layout=layout, options=options, precision=precision)
     parity = worlds.parity(case)
@@ -83,6 +84,7 @@ def test_trains_what_one_process_trains(
 
 
 @pytest.mark.baselines
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("world_size", "kind", "options"),
     [(2, "tied", {"stage": 1}), (4, "uneven_samples", {}), (4, "few_micro_batches", {})],
@@ -91,8 +93,7 @@ def test_trains_what_one_process_trains(
 def test_bytes_sent_are_the_closed_form(
     instrumented: Instrumented, world_size: int, kind: str, options: dict[str, Any]
 ) -> None:
-    if reason := DeepSpeedPipeline.unavailable():
-        pytest.skip(reason)
+    skip_unless_available(NAME)
     case = make_case(NAME, world_size, f"awkward:kind={kind}", **options)
     case = replace(case, layout=Layout(pipeline=world_size))
     launch = instrumented.adopt(case)

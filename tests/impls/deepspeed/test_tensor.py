@@ -16,6 +16,7 @@ from harness.workload import in_precision
 from impls.deepspeed.parts.tensor_slices import Slice, slices_of
 from impls.deepspeed.tensor import DeepSpeedTensorParallel
 from tests.conftest import parity_case
+from tests.impls.test_conformance import skip_unless_available
 from tests.impls.test_figures import Instrumented, make_case, work_of
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def test_what_it_cannot_train_is_told_before_anything_starts(
 
 
 @pytest.mark.baselines
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("workload", "precision", "options"),
     [
@@ -88,8 +90,7 @@ def test_what_it_cannot_train_is_told_before_anything_starts(
     ids=str,
 )
 def test_trains_what_one_process_trains(worlds: Worlds, workload: str, precision: str, options: dict[str, Any]) -> None:
-    if reason := DeepSpeedTensorParallel.unavailable():
-        pytest.skip(reason)
+    skip_unless_available(NAME)
     case = parity_case(workload, NAME, 2, layout=Layout(tensor=2), options=options, precision=precision)
     parity = worlds.parity(case)
     assert parity.ok, parity.explanation
@@ -97,6 +98,7 @@ def test_trains_what_one_process_trains(worlds: Worlds, workload: str, precision
 
 
 @pytest.mark.baselines
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("world_size", "workload", "options"),
     [
@@ -109,8 +111,7 @@ def test_trains_what_one_process_trains(worlds: Worlds, workload: str, precision
 def test_bytes_sent_and_held_are_the_closed_form(
     instrumented: Instrumented, world_size: int, workload: str, options: dict[str, Any]
 ) -> None:
-    if reason := DeepSpeedTensorParallel.unavailable():
-        pytest.skip(reason)
+    skip_unless_available(NAME)
     case = replace(make_case(NAME, world_size, workload, **options), layout=Layout(tensor=world_size))
     work = work_of(case)
     launch = instrumented.adopt(case)

@@ -16,7 +16,7 @@ from tests.impls.test_figures import Instrumented, make_case, work_of
 if TYPE_CHECKING:
     from tests.conftest import Worlds
 
-pytestmark = [pytest.mark.baselines]
+pytestmark = [pytest.mark.baselines, pytest.mark.timeout(1200)]  # the first one waits for a compilation
 NAME = "deepspeed.zero"
 SHARDED = {"stage": 3, "stage3_param_persistence_threshold": 0}
 
