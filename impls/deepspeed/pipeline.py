@@ -104,7 +104,6 @@ class DeepSpeedPipeline(Implementation):
             self.module = pipeline_module(built, planned, mesh.rank, self._objective)
             own = {name for name, ranks in planned.held_by.items() if mesh.rank in ranks}
             keep_parameters(self.model, own)
-            self._names = {id(parameter): name for name, parameter in self.model.named_parameters()}
             named = dict(self.model.named_parameters())
             trained = [p for p in registry if p.trainable and p.name in own]
             self.trained = {parameter.name: named[parameter.name] for parameter in trained}

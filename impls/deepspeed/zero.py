@@ -208,8 +208,10 @@ class DeepSpeedZero(Implementation):
         return whole_parameters(self.module, self.trained, masters_of(self.engine, self.trained))
 
     def facts(self) -> Mapping[str, str]:
-        """What it makes of a gradient that is not finite, whatever the recipe says; and its bucket."""
-        return {"optimizer": type(self.engine.optimizer).__name__}
+        """Which of DeepSpeed's optimizers steps, and what it does where the norm is not finite."""
+        skips = self.stage and not zero_config.keeps_whole_fp32_gradients(self.workload, {"stage": self.stage})
+        rule = "skipped" if skips else "by the recipe"
+        return {"deepspeed_optimizer": type(self.engine.optimizer).__name__, "nonfinite_steps": rule}
 
     def replicated_tensors(self) -> Iterable[Tensor]:
         if self.stage < 3:
