@@ -39,6 +39,14 @@ class StepOutput:
     learning_rates: tuple[float, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class EvaluationOutput:
+    """What an evaluation tells on this rank, as StepOutput tells it of a step."""
+
+    loss_sum: Tensor | None
+    num_tokens: int
+
+
 Preparation = Callable[[nn.Module, Mapping[str, Tensor]], Callable[[Tensor], None]]
 """What a dry run does with its model and the places of its gradients, by name, all of them without memory; yields what
 is to be told the loss before backward."""
@@ -90,6 +98,11 @@ class Implementation(ABC):
         """The strategies that it stands beside as a peer, its own first: one that keeps gathered parameters until
         backward also rivals those that never shard them."""
         return (cls.strategy_of(options),)
+
+    @classmethod
+    def is_floor(cls, options: Mapping[str, Any]) -> bool:
+        """Whether under these options it exchanges nothing, on purpose: it trains no model then."""
+        return False
 
     @classmethod
     def unsupported(
@@ -151,6 +164,12 @@ class Implementation(ABC):
     @abstractmethod
     def train_step(self, batch: Batch) -> StepOutput:
         """One optimizer step on this rank's share. Collective over the mesh."""
+
+    def evaluate(self, batch: Batch) -> EvaluationOutput | None:
+        """The loss of this rank's share, of any number of micro-batches, with the model in evaluation mode; None where
+        the implementation does not evaluate. Training goes on afterwards as if nothing had happened
+        (harness/evaluation.py). Collective over the mesh."""
+        return None
 
     @abstractmethod
     def full_gradients(self) -> dict[str, Tensor]:

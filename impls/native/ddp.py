@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from harness.implementation import Implementation, Preparation, StepOutput, phase
+from harness.implementation import EvaluationOutput, Implementation, Preparation, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import clip_coefficient, global_norm
@@ -67,7 +67,13 @@ class NativeDataParallel(Implementation):
         return workload.fits_data_degree(layout.data)
 
     @classmethod
+    def is_floor(cls, options: Mapping[str, Any]) -> bool:
+        return options.get("reduction") == "none"
+
+    @classmethod
     def refused_options(cls, options: Mapping[str, Any]) -> str | None:
+        if options.get("reduction") == "none" and options.get("transport") == "shared_memory":
+            return "reduction=none sums nothing, got transport=shared_memory to sum it through"
         for name, least in (("bucket_bytes", 1), ("small_bytes", 0)):
             if options.get(name, least) < least:
                 return f"{name} must be at least {least}, got {options[name]}"
@@ -122,7 +128,8 @@ class NativeDataParallel(Implementation):
         ):
             if value not in choices:
                 raise ValueError(f"{self.whose}: {name} must be one of {', '.join(choices)}, got {value!r}")
-        if reason := self.refused_options({"bucket_bytes": bucket_bytes, "small_bytes": small_bytes}):
+        given = {"reduction": reduction, "transport": transport}
+        if reason := self.refused_options(given | {"bucket_bytes": bucket_bytes, "small_bytes": small_bytes}):
             raise ValueError(f"{self.whose}: {reason}")
         self.workload = workload
         self.device = device
@@ -233,6 +240,10 @@ class NativeDataParallel(Implementation):
             bucket.update(learning_rate, scale)
         self.num_updates += 1
         return norm, False
+
+    def evaluate(self, batch: Batch) -> EvaluationOutput:
+        self._check_parameters()
+        return self.model.evaluate(batch)
 
     def full_gradients(self) -> dict[str, Tensor]:
         full: dict[str, Tensor] = {}

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from harness.implementation import Implementation, StepOutput
+from harness.implementation import EvaluationOutput, Implementation, StepOutput
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.parameters import LogicalParameter, MemoryCategory
@@ -151,6 +151,9 @@ class NativeHybrid(Implementation):
     def train_step(self, batch: Batch) -> StepOutput:
         self._along_data.tracks_gradient_norm = self.tracks_gradient_norm
         return self._along_data.train_step(batch)
+
+    def evaluate(self, batch: Batch) -> EvaluationOutput | None:
+        return self._along_data.evaluate(batch)
 
     def full_gradients(self) -> dict[str, Tensor]:
         return self._along_data.full_gradients()

@@ -42,6 +42,10 @@ class NativePipeline(NativeDataParallel):
     whose: ClassVar[str] = "native.pipeline"
 
     @classmethod
+    def is_floor(cls, options: Mapping[str, Any]) -> bool:
+        return options.get("transport") == "none"
+
+    @classmethod
     def refused_options(cls, options: Mapping[str, Any]) -> str | None:
         schedule, chunks = options.get("schedule", "1f1b"), options.get("chunks", 1)
         try:

@@ -40,16 +40,19 @@ class NativeTensorParallel(NativeDataParallel):
     whose: ClassVar[str] = "native.tensor"
 
     @classmethod
+    def is_floor(cls, options: Mapping[str, Any]) -> bool:
+        return options.get("transport") == "none"
+
+    @classmethod
     def unsupported(
         cls, workload: Workload, layout: Layout, device: torch.device, options: Mapping[str, Any]
     ) -> str | None:
         if (layout.data, layout.pipeline) != (1, 1):
             return f"tensor parallelism takes a tensor degree alone, got {layout}"
-        if options.get("sequence_parallel", False) and workload.uses_random_numbers and layout.tensor > 1:
+        cuts_sequence = bool(options.get("sequence_parallel", False)) and layout.tensor > 1
+        if cuts_sequence and workload.uses_random_numbers:
             return "dropout on a piece of the sequence draws other masks than one process does on all of it"
-        return tensor_model.why_not(
-            workload, layout.tensor, cuts_sequence=bool(options.get("sequence_parallel", False)) and layout.tensor > 1
-        )
+        return workload.fits_tensor_degree(layout.tensor, cuts_sequence=cuts_sequence)
 
     @classmethod
     def predicted_memory(

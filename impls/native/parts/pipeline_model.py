@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -10,14 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.chain import Border, as_value, holders_of, keep_parameters, run_blocks
-from harness.implementation import phase
+from harness.evaluation import evaluating
+from harness.implementation import EvaluationOutput, phase
 from harness.optimizer import norm_over_ranks
 from harness.workload import Batch
 from impls.native.parts.direct_gradients import Place, TrainingTask
 from impls.native.parts.pipeline_executor import Executor, StageRun
 from impls.native.parts.pipeline_messages import Messages
 from impls.native.parts.rank_model import Kinds, Passes, RankModel
-from impls.native.parts.schedules import Schedule
+from impls.native.parts.schedules import Schedule, forwards
 
 
 class PipelineStages(RankModel):
@@ -53,7 +55,7 @@ class PipelineStages(RankModel):
             if stage % schedule.num_ranks == self._rank
         }
         self._last_blocks = [of_stage.stop - 1 for of_stage in stages]
-        self._borders: dict[tuple[int, ...], tuple[Border, ...]] = {}
+        self._borders: dict[tuple[tuple[int, ...], bool], tuple[Border, ...]] = {}  # by shape, and whether evaluated
         rank_of = [stage % schedule.num_ranks for stage in range(len(stages))]
         holders = holders_of(self.module, blocks, stages, rank_of)
         self._holders = {name: tuple(sorted(ranks)) for name, ranks in holders.items()}
@@ -69,24 +71,29 @@ class PipelineStages(RankModel):
 
     def forward_backward(self, batch: Batch, task: TrainingTask, passes: Passes) -> tuple[Tensor | None, int]:
         losses: list[Tensor] = []
-        runs = {stage: self._run_of(stage, batch, losses) for stage in self._blocks}
-        executor = Executor(
-            self._messages,
-            task,
-            rank=self._rank,
-            num_ranks=self._schedule.num_ranks,
-            num_stages=self._schedule.num_stages,
-        )
         passes.begin_micro_batch(-1)  # nothing is reduced before all are through
-        executor.run(self._actions, runs)
+        self._executor(task).run(self._actions, self._runs(batch, losses))
         self.kept_views.check()
         passes.end_backward()
         with phase("reduce"):
             passes.reduce(True)
-        num_tokens = sum(micro_batch.num_tokens for micro_batch in batch.micro_batches)
-        if not losses:
-            return None, num_tokens
-        return torch.stack([loss.detach().double() for loss in losses]).sum(), num_tokens
+        return _total(losses), batch.num_tokens
+
+    def evaluate(
+        self, batch: Batch, forward: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> EvaluationOutput:
+        losses: list[Tensor] = []
+        actions = forwards(
+            self._rank,
+            num_ranks=self._schedule.num_ranks,
+            num_stages=self._schedule.num_stages,
+            num_micro_batches=len(batch.micro_batches),
+        )
+        blocks = [block for of_stage in self._blocks.values() for block in of_stage]
+        with evaluating(self.module, *blocks), forward():
+            self._executor(TrainingTask()).run(actions, self._runs(batch, losses, evaluates=True))
+        self.kept_views.check()
+        return EvaluationOutput(loss_sum=_total(losses), num_tokens=batch.num_tokens)
 
     def write_directly(self, places: dict[str, Place], task: TrainingTask) -> None:
         self._slice.write_directly(places, task)
@@ -132,8 +139,23 @@ class PipelineStages(RankModel):
     def close(self) -> None:
         self._slice.close()
 
-    def _run_of(self, stage: int, batch: Batch, losses: list[Tensor]) -> StageRun:
-        of_micro_batches = [self._borders_of(micro_batch.inputs) for micro_batch in batch.micro_batches]
+    def _executor(self, task: TrainingTask) -> Executor:
+        return Executor(
+            self._messages,
+            task,
+            rank=self._rank,
+            num_ranks=self._schedule.num_ranks,
+            num_stages=self._schedule.num_stages,
+        )
+
+    def _runs(self, batch: Batch, losses: list[Tensor], *, evaluates: bool = False) -> dict[int, StageRun]:
+        """Each of this rank's stages; the losses of the last stage's micro-batches are put into `losses`."""
+        found = [self._borders_of(micro_batch.inputs, evaluates) for micro_batch in batch.micro_batches]
+        return {stage: self._run_of(stage, batch, losses, found) for stage in self._blocks}
+
+    def _run_of(
+        self, stage: int, batch: Batch, losses: list[Tensor], of_micro_batches: Sequence[tuple[Border, ...]]
+    ) -> StageRun:
         is_last = stage == self._schedule.num_stages - 1
         before = [] if not stage else [found[self._last_blocks[stage - 1]] for found in of_micro_batches]
         after = [] if is_last else [found[self._last_blocks[stage]] for found in of_micro_batches]
@@ -153,8 +175,13 @@ class PipelineStages(RankModel):
 
         return StageRun(begin=begin, forward=forward, inputs=before, outputs=after)
 
-    def _borders_of(self, inputs: Tensor) -> tuple[Border, ...]:
-        shape = tuple(inputs.shape)
-        if shape not in self._borders:
-            self._borders[shape] = self._slice.borders(inputs)
-        return self._borders[shape]
+    def _borders_of(self, inputs: Tensor, evaluates: bool) -> tuple[Border, ...]:
+        key = tuple(inputs.shape), evaluates
+        if key not in self._borders:
+            self._borders[key] = self._slice.borders(inputs, evaluates=evaluates)
+        return self._borders[key]
+
+
+def _total(losses: Sequence[Tensor]) -> Tensor | None:
+    """None where the loss does not live."""
+    return torch.stack([loss.detach().double() for loss in losses]).sum() if losses else None
