@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.chain import chain_of, keep_parameters
-from harness.implementation import Implementation, StepOutput
+from harness.evaluation import evaluating
+from harness.implementation import EvaluationOutput, Implementation, StepOutput
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import decay_groups, global_norm, torch_optimizer
@@ -73,9 +75,8 @@ class DeepSpeedPipeline(Implementation):
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> int | None:
         planned = plan(workload, layout.pipeline, options.get("partition", "flops"))
-        trained = {parameter.name: parameter.num_bytes for parameter in parameters if parameter.trainable}
-        tells_norm = options.get("stage", 0) == 1
-        return pipeline_stages.wire_bytes(planned, trained, workload.training.num_micro_batches, tells_norm=tells_norm)
+        num_micro_batches, tells_norm = workload.training.num_micro_batches, options.get("stage", 0) == 1
+        return pipeline_stages.wire_bytes(planned, parameters, num_micro_batches, tells_norm=tells_norm)
 
     def __init__(
         self,
@@ -96,6 +97,7 @@ class DeepSpeedPipeline(Implementation):
         self._losses: list[Tensor] = []
         self._kept: dict[str, Tensor] = {}
         self._gradients: dict[str, Tensor] | None = None
+        self._is_last = mesh.rank == layout.pipeline - 1
         planned = plan(workload, layout.pipeline, partition)
         built = chain_of(workload, workload.build_model)
         self.model = built.model
@@ -114,8 +116,7 @@ class DeepSpeedPipeline(Implementation):
         self._num_forwards = 0
 
     def train_step(self, batch: Batch) -> StepOutput:
-        self._batch, self._num_forwards = batch, 0
-        self._losses.clear()
+        self._begin_batch(batch)
         self._kept, self._gradients = {}, None
         learning_rate = self.workload.training.learning_rate_at(self.num_updates)
         for group in self.optimizer.param_groups:
@@ -135,11 +136,28 @@ class DeepSpeedPipeline(Implementation):
             norm = global_norm(list(self._gradients.values())) if norm is None else norm
         return StepOutput(
             loss_sum=torch.stack(self._losses).double().sum() if self._losses else None,
-            num_tokens=sum(micro_batch.num_tokens for micro_batch in batch.micro_batches),
+            num_tokens=batch.num_tokens,
             gradient_norm=norm,
             skipped=skipped,
             learning_rates=(learning_rate,),  # a rank may hold no parameters, and so no groups
         )
+
+    def evaluate(self, batch: Batch) -> EvaluationOutput:
+        """Micro-batch by micro-batch: stages expect shapes like the last ones unless told to forget them."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        with evaluating(self.module):
+            for micro_batch in batch.micro_batches:
+                self._begin_batch(replace(batch, micro_batches=(micro_batch,)))
+                self.engine.reset_activation_shape()
+                samples = iter([(micro_batch.inputs, micro_batch.targets)])
+                self.engine.eval_batch(samples, reduce_output=None, bcast_loss=False, num_micro_batches=1)
+                total += sum(self._losses)
+        self.engine.reset_activation_shape()
+        return EvaluationOutput(loss_sum=total if self._is_last else None, num_tokens=batch.num_tokens)
+
+    def _begin_batch(self, batch: Batch) -> None:
+        self._batch, self._num_forwards = batch, 0
+        self._losses.clear()
 
     def _begin_forward(self, module: Any, inputs: Any) -> None:
         """1F1B goes forward in the order of the micro-batches."""

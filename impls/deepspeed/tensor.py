@@ -4,13 +4,15 @@ plan names by ones that hold a slice each; torch's fused optimizer steps the sli
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.implementation import Implementation, StepOutput, phase
+from harness.evaluation import evaluating, sum_losses
+from harness.implementation import EvaluationOutput, Implementation, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import decay_groups, global_norm, norm_over_ranks, torch_optimizer
@@ -105,6 +107,10 @@ class DeepSpeedTensorParallel(Implementation):
             skipped=skipped,
             learning_rates=(learning_rate,) * len(self.optimizer.param_groups),
         )
+
+    def evaluate(self, batch: Batch) -> EvaluationOutput:
+        with evaluating(self.module):
+            return sum_losses(batch, partial(self.workload.loss_sum, self.engine), self.device)
 
     def _step(self, learning_rate: float) -> tuple[Tensor | None, bool]:
         for group in self.optimizer.param_groups:

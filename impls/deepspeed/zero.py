@@ -11,12 +11,14 @@ what the engine puts in its place, and buckets of the model's size.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from harness.implementation import Implementation, StepOutput, phase
+from harness.evaluation import evaluating, sum_losses
+from harness.implementation import EvaluationOutput, Implementation, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import decay_groups, global_norm, torch_optimizer
@@ -25,7 +27,7 @@ from harness.workload import Batch, MicroBatch, Workload
 from impls.deepspeed.parts import library, zero_config, zero_costs
 from impls.deepspeed.parts.engine_config import engine_config
 from impls.deepspeed.parts.engine_states import engine_states, masters_of
-from impls.deepspeed.parts.whole_tensors import whole_gradients, whole_parameters
+from impls.deepspeed.parts.whole_tensors import broadcast_buffers, whole_gradients, whole_parameters
 
 LossScaling = Literal["global_tokens", "rank_mean"]
 """What a loss is divided by: the count of the whole global batch; or each rank's own, micro-batch by micro-batch, as
@@ -122,6 +124,7 @@ class DeepSpeedZero(Implementation):
         self.workload = workload
         self.device = device
         self.data_degree = layout.data
+        self.data_group = mesh.group("data")
         self.stage = stage
         self.loss_scaling = loss_scaling
         self.num_updates = 0
@@ -165,6 +168,14 @@ class DeepSpeedZero(Implementation):
             skipped=skipped,
             learning_rates=(learning_rate,) * len(self.optimizer.param_groups),
         )
+
+    def evaluate(self, batch: Batch) -> EvaluationOutput:
+        with evaluating(self.module):
+            broadcast_buffers(self.module.buffers(), self.data_group)  # each rank has trained its own
+            output = sum_losses(batch, partial(self.workload.loss_sum, self.engine), self.device)
+        if self.stage == 3:
+            self.engine.empty_partition_cache()
+        return output
 
     def _loss_scale(self, batch: Batch, micro_batch: MicroBatch) -> float:
         if self.loss_scaling == "rank_mean":

@@ -17,7 +17,6 @@ from harness.parameters import (
     LogicalParameter,
     MemoryCategory,
     all_reduce_wire_bytes,
-    broadcast_wire_bytes,
     replicated_state_bytes,
 )
 from harness.stage_costs import stages_of
@@ -148,29 +147,40 @@ def _memory_bytes(
 
 
 def wire_bytes(
-    planned: StagePlan, parameter_bytes: Mapping[str, int], num_micro_batches: int, *, tells_norm: bool
+    planned: StagePlan, parameters: Sequence[LogicalParameter], num_micro_batches: int, *, tells_norm: bool
 ) -> int:
     """Bytes that the busiest rank sends in a step: activations forward, gradients back, sums of what several stages
-    hold, the loss, from the last to all; the norm of the update where ZeRO takes one."""
+    hold, the loss from the last to all along gloo's tree; where ZeRO takes it, the norm of each decay group."""
+    return max(
+        _wire_bytes(planned, parameters, rank, num_micro_batches, tells_norm=tells_norm)
+        for rank in range(len(planned.stages))
+    )
+
+
+def _wire_bytes(
+    planned: StagePlan,
+    parameters: Sequence[LogicalParameter],
+    rank: int,
+    num_micro_batches: int,
+    *,
+    tells_norm: bool,
+) -> int:
     num_ranks = len(planned.stages)
-    meta = _META_BYTES if planned.changes_shape else 0
-    sent = []
-    for rank in range(num_ranks):
-        num_bytes = 0
-        if rank + 1 < num_ranks:
-            num_bytes += meta + sum(shape.num_bytes for shape in planned.outputs[rank])
-        if rank:
-            num_bytes += sum(s.num_bytes for s in planned.outputs[rank - 1] if s.dtype.is_floating_point)
-        num_bytes *= num_micro_batches
-        for name, ranks in planned.tied.items():
-            if rank in ranks:
-                num_bytes += all_reduce_wire_bytes(parameter_bytes.get(name, 0), len(ranks))
-        if tells_norm:
-            num_bytes += all_reduce_wire_bytes(torch.float32.itemsize, num_ranks)
-        if rank + 1 == num_ranks:
-            num_bytes += broadcast_wire_bytes(2 * torch.float32.itemsize, num_ranks)
-        sent.append(num_bytes)
-    return max(sent)
+    sent = 0
+    if rank + 1 < num_ranks:
+        sent += _META_BYTES if planned.changes_shape else 0
+        sent += sum(shape.num_bytes for shape in planned.outputs[rank])
+    if rank:
+        sent += sum(shape.num_bytes for shape in planned.outputs[rank - 1] if shape.dtype.is_floating_point)
+    sent *= num_micro_batches
+    held = [p for p in parameters if p.trainable and rank in planned.held_by.get(p.name, [])]
+    sent += sum(all_reduce_wire_bytes(p.num_bytes, len(planned.held_by[p.name])) for p in held)
+    if tells_norm:
+        num_groups = len({parameter.decayed for parameter in held})
+        sent += num_groups * all_reduce_wire_bytes(torch.float32.itemsize, num_ranks)
+    position = (rank + 1) % num_ranks  # from the last rank, which has the loss
+    num_sends = sum(position < 1 << turn < num_ranks - position for turn in range(num_ranks.bit_length()))
+    return sent + num_sends * 2 * torch.float32.itemsize
 
 
 _META_BYTES = 256 * torch.int32.itemsize

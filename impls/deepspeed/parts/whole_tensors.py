@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 
@@ -33,3 +34,12 @@ def whole_parameters(
                 value = parameter.detach().cpu().clone()
         found[name] = value.detach().cpu().clone()
     return found
+
+
+def broadcast_buffers(buffers: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """The first rank's win. Collective."""
+    for buffer in buffers:
+        sent = buffer.contiguous()  # a collective takes a buffer's memory for its elements in order
+        dist.broadcast(sent, group=group, group_src=0)
+        if sent is not buffer:
+            buffer.copy_(sent)
