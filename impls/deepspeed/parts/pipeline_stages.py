@@ -30,12 +30,12 @@ _TIE = "tied"
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
     """The blocks of each stage, what it hands on with the first micro-batch, the ranks that hold each parameter, and
-    whether micro-batches differ in shape."""
+    the shapes that micro-batches have."""
 
     stages: tuple[range, ...]
     outputs: tuple[Border, ...]
     held_by: Mapping[str, list[int]]
-    changes_shape: bool
+    shapes: tuple[tuple[int, ...], ...]
 
     @property
     def tied(self) -> dict[str, list[int]]:
@@ -46,14 +46,14 @@ class StagePlan:
 def plan(workload: Workload, num_stages: int, partition: Partition) -> StagePlan:
     """One stage a rank."""
     stages = tuple(stages_of(workload, num_stages, partition, in_flight=()))
-    inputs = [micro_batch.inputs for step in (0, 1) for micro_batch in workload.batch(step).micro_batches]
+    inputs = [micro_batch.inputs for micro_batch in workload.batch(0).micro_batches]
     handed_on = borders(workload, inputs[0])
     blocks = chain_of(workload)
     return StagePlan(
         stages=stages,
         outputs=tuple(handed_on[of_stage.stop - 1] for of_stage in stages),
         held_by=holders_of(blocks.model, blocks.blocks, stages, range(num_stages)),
-        changes_shape=len({tuple(tensor.shape) for tensor in inputs}) > 1,
+        shapes=tuple(dict.fromkeys(tuple(tensor.shape) for tensor in inputs)),
     )
 
 
@@ -62,6 +62,9 @@ def why_not(workload: Workload, num_stages: int, partition: Partition) -> str | 
     if reason := chain.why_not(workload, num_stages):
         return reason
     planned = plan(workload, num_stages, partition)
+    if len(planned.shapes) > 1:
+        # They could ask their neighbours each time; an answer that never comes would tell garbage in a null step.
+        return f"DeepSpeed's stages take micro-batches of one shape, got {' and '.join(map(str, planned.shapes))}"
     if len({tuple(ranks) for ranks in planned.tied.values()}) > 1:
         return f"a stage of DeepSpeed's shares parameters with the same stages, got {planned.tied}"
     for border in planned.outputs[:-1]:
@@ -113,7 +116,6 @@ def pipeline_module(built: Chain, planned: StagePlan, rank: int, loss: Callable[
         num_stages=len(stages),
         loss_fn=loss,
         partition_method="uniform",
-        dynamic_shape=planned.changes_shape,
     )
     if rank in sharing:
         module.add_module("stage", stages[rank])
@@ -168,7 +170,6 @@ def _wire_bytes(
     num_ranks = len(planned.stages)
     sent = 0
     if rank + 1 < num_ranks:
-        sent += _META_BYTES if planned.changes_shape else 0
         sent += sum(shape.num_bytes for shape in planned.outputs[rank])
     if rank:
         sent += sum(shape.num_bytes for shape in planned.outputs[rank - 1] if shape.dtype.is_floating_point)
@@ -181,9 +182,6 @@ def _wire_bytes(
     position = (rank + 1) % num_ranks  # from the last rank, which has the loss
     num_sends = sum(position < 1 << turn < num_ranks - position for turn in range(num_ranks.bit_length()))
     return sent + num_sends * 2 * torch.float32.itemsize
-
-
-_META_BYTES = 256 * torch.int32.itemsize
 
 
 def _run(stage: Stage, shared: Shared, value: Any) -> Any:

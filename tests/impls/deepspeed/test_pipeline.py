@@ -34,8 +34,7 @@ def instrumented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instrumen
 def test_a_tie_is_known_by_the_stages_that_hold_it() -> None:
     planned = plan(models.load("awkward:kind=tied"), 2, "uniform")
     assert planned.tied == {"embedding.token.weight": [0, 1]}
-    assert not planned.changes_shape
-    assert plan(models.load("awkward:kind=uneven_samples"), 2, "uniform").changes_shape
+    assert planned.shapes == ((4, 8),)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +44,7 @@ def test_a_tie_is_known_by_the_stages_that_hold_it() -> None:
         ("sgd", "fp64", Layout(pipeline=2), {}, "reduces no fp64 gradients"),
         ("clipped", "fp32", Layout(pipeline=2), {}, "it needs stage=1"),
         ("sgd", "bf16", Layout(pipeline=2), {}, "masters in stage 1, got stage 0 in bf16"),
+        ("uneven_samples", "fp32", Layout(pipeline=2), {}, "micro-batches of one shape, got (2, 8) and (3, 8)"),
         ("gqa", "fp32", Layout(pipeline=8), {"stage": 1}, "8 stages need as many blocks"),
     ],
 )
@@ -67,7 +67,7 @@ def test_zero_stops_at_stage_one() -> None:
     ("world_size", "workload", "precision", "options"),
     [
         (2, "awkward:kind=tied", "fp32", {"stage": 1}),
-        (4, "awkward:kind=uneven_samples", "fp32", {}),
+        (4, "awkward:kind=sgd", "fp32", {}),
         (3, "awkward:kind=dropout", "fp32", {"partition": "parameters"}),
         (2, "awkward:kind=clipped", "bf16", {"stage": 1}),
     ],
@@ -87,7 +87,7 @@ def test_trains_what_one_process_trains(
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("world_size", "kind", "options"),
-    [(2, "tied", {"stage": 1}), (4, "uneven_samples", {}), (4, "few_micro_batches", {})],
+    [(2, "tied", {"stage": 1}), (4, "biases", {}), (4, "few_micro_batches", {})],
     ids=str,
 )
 def test_bytes_sent_are_the_closed_form(
