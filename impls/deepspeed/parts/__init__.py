@@ -1,0 +1,1 @@
+"""What DeepSpeed needs told."""

@@ -1,0 +1,160 @@
+"""DeepSpeed's tensor parallelism (AutoTP) in training: its engine replaces the linear layers that the workload's tensor
+plan names by ones that hold a slice each; torch's fused optimizer steps the slices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.evaluation import evaluating, sum_losses
+from harness.implementation import EvaluationOutput, Implementation, StepOutput, phase
+from harness.layout import Layout
+from harness.mesh import Mesh
+from harness.optimizer import decay_groups, global_norm, norm_over_ranks, torch_optimizer
+from harness.parameters import LogicalParameter, MemoryCategory, logical_parameters
+from harness.workload import Batch, Workload
+from impls.deepspeed.parts import library, limits, tensor_costs
+from impls.deepspeed.parts.engine_config import engine_config
+from impls.deepspeed.parts.engine_states import engine_states, masters_of
+from impls.deepspeed.parts.tensor_slices import slices_of
+
+
+class DeepSpeedTensorParallel(Implementation):
+    """Embeddings are whole on every rank. `cuts_head` cuts the head by the vocabulary and gathers its logits, since the
+    loss takes them whole; `false` has every rank compute all of them. A head that shares the embedding's weight stays
+    whole."""
+
+    strategy = "tensor_parallel"
+    libraries = ("deepspeed",)
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        return library.why_not_usable()
+
+    @classmethod
+    def prepare(cls, options: Mapping[str, Any]) -> None:
+        library.compile_for_ranks()
+
+    @classmethod
+    def unsupported(
+        cls, workload: Workload, layout: Layout, device: torch.device, options: Mapping[str, Any]
+    ) -> str | None:
+        if (layout.data, layout.pipeline) != (1, 1):
+            return f"AutoTP takes a tensor degree alone here, got {layout}"
+        if workload.precision.master is not None and workload.training.clip_norm is not None:
+            return "DeepSpeed clips in bf16 by a norm that leaves out the slices of all ranks but the first"
+        return limits.why_not(workload, device, zero=False) or workload.fits_tensor_degree(layout.tensor)
+
+    @classmethod
+    def predicted_memory(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Mapping[MemoryCategory, int] | None:
+        return tensor_costs.memory_bytes(workload, parameters, layout, cuts_head=options.get("cuts_head", True))
+
+    @classmethod
+    def predicted_wire_bytes(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> int | None:
+        return tensor_costs.wire_bytes(workload, layout, cuts_head=options.get("cuts_head", True))
+
+    def __init__(
+        self, workload: Workload, layout: Layout, mesh: Mesh, device: torch.device, *, cuts_head: bool = True
+    ) -> None:
+        self.workload = workload
+        self.device = device
+        self.group = mesh.group("tensor")
+        self.num_updates = 0
+        self.module = workload.build_model().to(device)
+        registry = [p for p in logical_parameters(self.module, workload.decays) if p.trainable]
+        named = dict(self.module.named_parameters())
+        self.trained = {parameter.name: named[parameter.name] for parameter in registry}
+        groups = decay_groups(registry, list(self.trained.values()), workload.training.weight_decay)
+        self.optimizer = torch_optimizer(workload.training, groups)
+        self._cut = slices_of(self.module, workload, cuts_head=cuts_head)
+        config = engine_config(workload, {"stage": 0})
+        config["tensor_parallel"] = {"autotp_size": layout.tensor, "partition_config": self._cut.partition_config}
+        with library.Session(device, mesh.rank, layout.world_size) as self.session:
+            self.engine = self.session.engine(self.module, self.optimizer, config)
+        self._gradients: dict[str, Tensor] | None = None
+
+    def train_step(self, batch: Batch) -> StepOutput:
+        loss_sum, num_tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0
+        learning_rate = self.workload.training.learning_rate_at(self.num_updates)
+        self._gradients = None
+        last = len(batch.micro_batches) - 1
+        for index, micro_batch in enumerate(batch.micro_batches):
+            self.engine.set_gradient_accumulation_boundary(index == last)
+            with phase("forward"):
+                loss = self.workload.loss_sum(self.engine, micro_batch)
+                objective = loss / batch.global_num_tokens
+            with phase("backward"):
+                self.engine.backward(objective, scale_wrt_gas=False)  # `objective` is scaled already
+            loss_sum += loss.detach()
+            num_tokens += micro_batch.num_tokens
+        if self.tracks_gradient_norm:
+            self._gradients = self._whole_gradients()
+        with phase("optimizer"):
+            norm, skipped = self._step(learning_rate)
+        return StepOutput(
+            loss_sum=loss_sum,
+            num_tokens=num_tokens,
+            gradient_norm=norm,
+            skipped=skipped,
+            learning_rates=(learning_rate,) * len(self.optimizer.param_groups),
+        )
+
+    def evaluate(self, batch: Batch) -> EvaluationOutput:
+        with evaluating(self.module):
+            return sum_losses(batch, partial(self.workload.loss_sum, self.engine), self.device)
+
+    def _step(self, learning_rate: float) -> tuple[Tensor | None, bool]:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        norm = None
+        if self.workload.training.checks_norm or self.tracks_gradient_norm:
+            norm = self._norm()
+            if self.workload.training.skip_nonfinite and not bool(torch.isfinite(norm)):
+                self.engine.zero_grad()
+                return norm, True
+        self.engine.step()
+        skipped = not self.engine.was_step_applied()
+        self.num_updates += not skipped
+        return norm, skipped
+
+    def _norm(self) -> Tensor:
+        """The engine clips by one of its own and does not tell it. What is whole counts on the first rank."""
+        is_first = dist.get_rank(self.group) == 0
+        counted = [
+            parameter.grad
+            for name, parameter in self.trained.items()
+            if parameter.grad is not None and (is_first or name in self._cut.slices)
+        ]
+        return norm_over_ranks(global_norm(counted).to(self.device), self.group)
+
+    def _whole_gradients(self) -> dict[str, Tensor]:
+        gradients = {name: parameter.grad for name, parameter in self.trained.items() if parameter.grad is not None}
+        return {name: self._cut.whole(name, gradient, self.group) for name, gradient in gradients.items()}
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Of a step that tracked the norm: the engine lets go of them as it steps."""
+        assert self._gradients is not None, "deepspeed.tensor keeps the gradients of steps that track their norm"
+        return dict(self._gradients)
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        held = {**dict(self.module.named_parameters()), **masters_of(self.engine, self.trained)}
+        return {name: self._cut.whole(name, tensor, self.group) for name, tensor in held.items()}
+
+    def replicated_tensors(self) -> Iterable[Tensor]:
+        yield from self.module.parameters()
+        yield from self.module.buffers()
+
+    def memory_tensors(self) -> dict[MemoryCategory, Iterable[Tensor]]:
+        return engine_states(self.engine, self.optimizer)
+
+    def close(self) -> None:
+        self.session.close()

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from harness import models
+from harness.layout import Layout
+from harness.measure import communication
+from harness.measure.predicted_memory import registry
+from harness.workload import in_precision
+from impls.deepspeed.parts.pipeline_stages import plan
+from impls.deepspeed.pipeline import DeepSpeedPipeline
+from tests.conftest import parity_case
+from tests.impls.test_conformance import skip_unless_available
+from tests.impls.test_figures import Instrumented, make_case, work_of
+
+if TYPE_CHECKING:
+    from tests.conftest import Worlds
+
+NAME = "deepspeed.pipeline"
+
+
+@pytest.fixture(scope="module")
+def instrumented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instrumented]:
+    ranks = Instrumented(tmp_path_factory.mktemp("instrumented"))
+    yield ranks
+    ranks.close()
+
+
+def test_a_tie_is_known_by_the_stages_that_hold_it() -> None:
+    planned = plan(models.load("awkward:kind=tied"), 2, "uniform")
+    assert planned.tied == {"embedding.token.weight": [0, 1]}
+    assert planned.shapes == ((4, 8),)
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision", "layout", "options", "words"),
+    [
+        ("sgd", "fp32", Layout(data=2, pipeline=2), {}, "takes a pipeline degree alone"),
+        ("sgd", "fp64", Layout(pipeline=2), {}, "reduces no fp64 gradients"),
+        ("clipped", "fp32", Layout(pipeline=2), {}, "it needs stage=1"),
+        ("sgd", "bf16", Layout(pipeline=2), {}, "masters in stage 1, got stage 0 in bf16"),
+        ("uneven_samples", "fp32", Layout(pipeline=2), {}, "micro-batches of one shape, got (2, 8) and (3, 8)"),
+        ("gqa", "fp32", Layout(pipeline=8), {"stage": 1}, "8 stages need as many blocks"),
+    ],
+)
+def test_what_it_cannot_train_is_told_before_anything_starts(
+    kind: str, precision: str, layout: Layout, options: dict[str, Any], words: str
+) -> None:
+    workload = in_precision(models.load(f"awkward:kind={kind}"), precision)
+    reason = DeepSpeedPipeline.unsupported(workload, layout, torch.device("cpu"), options)
+    assert reason is not None
+    assert words in reason
+
+
+def test_zero_stops_at_stage_one() -> None:
+    assert DeepSpeedPipeline.refused_options({"stage": 2}) == "stage must be 0 or 1 in a pipeline, got 2"
+
+
+@pytest.mark.baselines
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("world_size", "workload", "precision", "options"),
+    [
+        (2, "awkward:kind=tied", "fp32", {"stage": 1}),
+        (4, "awkward:kind=sgd", "fp32", {}),
+        (3, "awkward:kind=dropout", "fp32", {"partition": "parameters"}),
+        (2, "awkward:kind=clipped", "bf16", {"stage": 1}),
+    ],
+    ids=str,
+)
+def test_trains_what_one_process_trains(
+    worlds: Worlds, world_size: int, workload: str, precision: str, options: dict[str, Any]
+) -> None:
+    skip_unless_available(NAME)
+    layout = Layout(pipeline=world_size)
+    case = parity_case(workload, NAME, world_size, layout=layout, options=options, precision=precision)
+    parity = worlds.parity(case)
+    assert parity.ok, parity.explanation
+
+
+@pytest.mark.baselines
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("world_size", "kind", "options"),
+    [(2, "tied", {"stage": 1}), (4, "biases", {}), (4, "few_micro_batches", {})],
+    ids=str,
+)
+def test_bytes_sent_are_the_closed_form(
+    instrumented: Instrumented, world_size: int, kind: str, options: dict[str, Any]
+) -> None:
+    skip_unless_available(NAME)
+    case = make_case(NAME, world_size, f"awkward:kind={kind}", **options)
+    case = replace(case, layout=Layout(pipeline=world_size))
+    launch = instrumented.adopt(case)
+    launch.command("build")
+    launch.command("time_steps", num_steps=1)  # shapes are told in the first one
+    answers = launch.command("measure_communication", num_steps=1)
+    sent = communication.summarise([answer["records"] for answer in answers])
+    work = work_of(case)
+    assert sent["communication.bytes_per_step"] == DeepSpeedPipeline.predicted_wire_bytes(
+        work, registry(work), case.layout, options
+    )

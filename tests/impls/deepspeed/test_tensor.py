@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from harness import models
+from harness.layout import Layout
+from harness.measure import communication
+from harness.measure.memory import MemoryReport
+from harness.measure.predicted_memory import registry
+from harness.workload import in_precision
+from impls.deepspeed.parts.tensor_slices import Slice, slices_of
+from impls.deepspeed.tensor import DeepSpeedTensorParallel
+from tests.conftest import parity_case
+from tests.impls.test_conformance import skip_unless_available
+from tests.impls.test_figures import Instrumented, make_case, work_of
+
+if TYPE_CHECKING:
+    from tests.conftest import Worlds
+
+NAME = "deepspeed.tensor"
+
+
+@pytest.fixture(scope="module")
+def instrumented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instrumented]:
+    ranks = Instrumented(tmp_path_factory.mktemp("instrumented"))
+    yield ranks
+    ranks.close()
+
+
+def test_a_tensor_plan_becomes_a_partition_config() -> None:
+    """Fused layers are cut part by part; gains that heads share have their gradients summed; of a tied pair of
+    embedding and head neither is cut."""
+    workload = models.load("awkward:kind=gqa")
+    with torch.device("meta"):
+        model = workload.model()
+    cut = slices_of(model, workload, cuts_head=True)
+    by_pattern = {spec["patterns"][0]: spec for spec in cut.partition_config["layer_specs"]}
+    assert by_pattern[r"block0\.attention\.projection\.weight$"]["partition_type"] == "row"
+    assert by_pattern[r"head\.vocabulary\.weight$"]["gather_output"] is True
+    summed = by_pattern[r"block0\.attention\.key_norm\.weight$"]
+    assert (summed["partition_type"], summed["grad_allreduce"], len(summed["patterns"])) == ("skip", True, 4)
+    assert cut.slices["block1.attention.query.bias"] == Slice(dim=0)
+    assert "block1.attention.projection.bias" not in cut.slices
+
+    fused = models.load("awkward:kind=tied")
+    with torch.device("meta"):
+        cut = slices_of(fused.model(), fused, cuts_head=True)
+    name = "block0.attention.query_key_value"
+    assert cut.slices[f"{name}.weight"] == Slice(dim=0, parts=3)
+    specs = [spec for spec in cut.partition_config["layer_specs"] if "shape" in spec]
+    assert [spec["shape"] for spec in specs] == [[3, -1], [3, -1]]
+    assert not any(
+        "vocabulary" in pattern for spec in cut.partition_config["layer_specs"] for pattern in spec["patterns"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "precision", "words"),
+    [
+        ("sgd", Layout(data=2, tensor=2), "fp32", "takes a tensor degree alone"),
+        ("sgd", Layout(tensor=2), "fp64", "reduces no fp64 gradients"),
+        ("clipped", Layout(tensor=2), "bf16", "leaves out the slices of all ranks but the first"),
+        ("sgd", Layout(tensor=3), "fp32", "tensor=3 does not divide"),
+    ],
+)
+def test_what_it_cannot_train_is_told_before_anything_starts(
+    kind: str, layout: Layout, precision: str, words: str
+) -> None:
+    workload = in_precision(models.load(f"awkward:kind={kind}"), precision)
+    reason = DeepSpeedTensorParallel.unsupported(workload, layout, torch.device("cpu"), {})
+    assert reason is not None
+    assert words in reason
+
+
+@pytest.mark.baselines
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("workload", "precision", "options"),
+    [
+        ("llama:size=tiny,global_batch_size=4", "fp32", {}),
+        ("llama:size=tiny,global_batch_size=4", "fp32", {"cuts_head": False}),
+        ("awkward:kind=sgd", "bf16", {}),
+        ("awkward:kind=tied", "fp32", {}),
+    ],
+    ids=str,
+)
+def test_trains_what_one_process_trains(worlds: Worlds, workload: str, precision: str, options: dict[str, Any]) -> None:
+    skip_unless_available(NAME)
+    case = parity_case(workload, NAME, 2, layout=Layout(tensor=2), options=options, precision=precision)
+    parity = worlds.parity(case)
+    assert parity.ok, parity.explanation
+    assert parity.replicas_bit_equal
+
+
+@pytest.mark.baselines
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("world_size", "workload", "options"),
+    [
+        (2, "awkward:kind=gqa", {}),
+        (2, "awkward:kind=vocabulary", {"cuts_head": False}),
+        (4, "gpt:size=tiny,global_batch_size=4", {}),
+    ],
+    ids=str,
+)
+def test_bytes_sent_and_held_are_the_closed_form(
+    instrumented: Instrumented, world_size: int, workload: str, options: dict[str, Any]
+) -> None:
+    skip_unless_available(NAME)
+    case = replace(make_case(NAME, world_size, workload, **options), layout=Layout(tensor=world_size))
+    work = work_of(case)
+    launch = instrumented.adopt(case)
+    reports: list[MemoryReport] = launch.command("build_and_measure_memory", num_steps=1)
+    answers = launch.command("measure_communication", num_steps=1)
+    sent = communication.summarise([answer["records"] for answer in answers])
+    wire = DeepSpeedTensorParallel.predicted_wire_bytes(work, registry(work), case.layout, options)
+    assert sent["communication.bytes_per_step"] == wire
+    predicted = DeepSpeedTensorParallel.predicted_memory(work, registry(work), case.layout, options)
+    assert predicted is not None
+    assert max(report.largest_bytes["parameters"] for report in reports) == predicted["parameters"]
