@@ -1,0 +1,146 @@
+"""Change points: where the level of a series of nightly figures moved, by energy statistics and bisection.
+
+E-divisive (Matteson and James 2014): of all cuts of a segment the one with the largest scaled energy distance between
+its two sides is a change point if hardly any permutation of the segment has a cut as good; each side is then looked at
+in turn. A cut must also move the level by as much as matters, or it is none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+MIN_SIDE = 3  # points: a night that is odd by itself, or two, is no change of level
+SIGNIFICANCE = 1e-4
+MIN_SHIFT = 0.02  # of the level
+MIN_SHIFT_IN_NOISE = 1.5  # robust standard deviations
+WINSOR_MADS = 4.0
+
+_SD_OF_MAD = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
+_SEED = 20140622  # any: the same series is to give the same answer every time
+_FIRST_BATCH, _LARGEST_BATCH = 16, 256  # the distances of more permutations do not fit into a processor's cache
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangePoint:
+    """The series' level moved from its point `index` on: by `shift` (0.05 is 5 % up), from its median in the segment
+    before to that in the segment after."""
+
+    index: int
+    shift: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segments:
+    """A series cut at its change points. `starts` begins with 0; `levels` are the segments' medians, in the logarithms
+    that the series came in; `noise` is the robust standard deviation around them."""
+
+    starts: tuple[int, ...]
+    levels: tuple[float, ...]
+    noise: float
+
+    @property
+    def least_move(self) -> float:
+        """By how much, in logarithms, a level must move for it to matter beside this noise."""
+        return max(math.log1p(MIN_SHIFT), MIN_SHIFT_IN_NOISE * self.noise)
+
+    @property
+    def change_points(self) -> tuple[ChangePoint, ...]:
+        steps = zip(self.starts[1:], self.levels, self.levels[1:], strict=False)
+        return tuple(ChangePoint(index=start, shift=math.expm1(after - before)) for start, before, after in steps)
+
+
+def segments(logarithms: Sequence[float], *, significance: float = SIGNIFICANCE) -> Segments:
+    """Cuts a series of logarithms, oldest first, where its level moved. `significance` is the largest p-value of a cut.
+    ValueError unless there are values, all finite, and `significance` lies within (0, 1)."""
+    values = np.asarray(logarithms, dtype=np.float64)
+    if values.ndim != 1 or not values.size or not np.isfinite(values).all():
+        raise ValueError(f"change points: expected a series of finite numbers, got {list(logarithms)!r}")
+    if not 0 < significance < 1:
+        raise ValueError(f"change points: significance must lie between 0 and 1, got {significance!r}")
+    clipped = winsorised(values)
+    starts = sorted(_starts(clipped, 0, significance, np.random.default_rng(_SEED)))
+    # Bisection cuts from the coarse to the fine; a cut that matters little among its final neighbours goes again.
+    while True:
+        bounds = [*starts, len(values)]
+        parts = [values[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+        levels = [float(np.median(part)) for part in parts]
+        residuals = np.concatenate([part - level for part, level in zip(parts, levels, strict=True)])
+        noise = _SD_OF_MAD * float(np.median(np.abs(residuals)))
+        found = Segments(starts=tuple(starts), levels=tuple(levels), noise=noise)
+        moves = np.abs(np.diff(levels))
+        if not moves.size or moves.min() > found.least_move:
+            return found
+        del starts[1 + int(np.argmin(moves))]
+
+
+def winsorised(values: Floats) -> Floats:
+    """`values` with those farther than WINSOR_MADS scaled median absolute deviations from the median brought there; as
+    they are where half of them are equal, for that says nothing about their spread."""
+    centre = np.median(values)
+    reach = WINSOR_MADS * _SD_OF_MAD * np.median(np.abs(values - centre))
+    return np.clip(values, centre - reach, centre + reach) if reach > 0 else values
+
+
+def _starts(values: Floats, offset: int, significance: float, random: np.random.Generator) -> list[int]:
+    """Where the segments of `values` begin, counted from `offset`."""
+    if len(values) < 2 * MIN_SIDE:
+        return [offset]
+    statistics = energy_statistics(values, np.arange(len(values))[:, np.newaxis])
+    cut = MIN_SIDE + int(np.argmax(statistics))
+    if not _is_significant(values, float(statistics.max()), significance, random):
+        return [offset]
+    left = _starts(values[:cut], offset, significance, random)
+    return left + _starts(values[cut:], offset + cut, significance, random)
+
+
+def energy_statistics(values: Floats, orders: NDArray[np.int64]) -> Floats:
+    """The scaled energy distance m n / (m + n) E between the sides of every cut, `values` taken in each of `orders`,
+    (points, orders). The answer is (cuts, orders): the first cut leaves MIN_SIDE points on the left, the last as many
+    on the right.
+
+    E = 2 mean |x - y| - mean |x - x'| - mean |y - y'|, means within a side over its pairs of different points
+    (Matteson and James 2014, equations 2 to 5, alpha = 1, both sides reaching to the segment's ends).
+    """
+    num_points = len(values)
+    distances_to_all = np.abs(values[:, np.newaxis] - values).sum(axis=1)
+    series = values[orders]  # (points, orders)
+    to_the_left = np.zeros_like(series)  # of each point: the sum of its distances from those before it
+    differences = np.empty_like(series)
+    for point in range(1, num_points):
+        before = np.subtract(series[:point], series[point], out=differences[:point])
+        np.abs(before, out=before).sum(axis=0, out=to_the_left[point])
+    within_left = np.cumsum(to_the_left, axis=0)  # over pairs, each once
+    across = np.cumsum(distances_to_all[orders], axis=0) - 2 * within_left
+    within_right = within_left[-1] - within_left - across
+    left_sizes = np.arange(MIN_SIDE, num_points - MIN_SIDE + 1)[:, np.newaxis]  # (cuts, 1)
+    right_sizes = num_points - left_sizes
+    cuts = slice(MIN_SIDE - 1, num_points - MIN_SIDE)
+    energy = (
+        2 * across[cuts] / (left_sizes * right_sizes)
+        - within_left[cuts] * 2 / (left_sizes * (left_sizes - 1))
+        - within_right[cuts] * 2 / (right_sizes * (right_sizes - 1))
+    )
+    return np.asarray(left_sizes * right_sizes / num_points * energy)
+
+
+def _is_significant(values: Floats, statistic: float, significance: float, random: np.random.Generator) -> bool:
+    """Whether (1 + permutations at least as good) / (1 + permutations) is at most `significance`. As many permutations
+    as allow for none: the first one that is as good decides, so that a series without a change costs next to nothing."""
+    remaining = math.ceil(1 / significance) - 1
+    as_good = statistic - 1e-9 * abs(statistic)  # the same two sides, summed in another order, are as good
+    batch = _FIRST_BATCH
+    while remaining > 0:
+        size = min(batch, remaining)
+        in_order = np.broadcast_to(np.arange(len(values))[:, np.newaxis], (len(values), size))
+        if energy_statistics(values, random.permuted(in_order, axis=0)).max() >= as_good:
+            return False
+        remaining -= size
+        batch = min(4 * batch, _LARGEST_BATCH)
+    return True
