@@ -7,6 +7,7 @@ in turn. A cut must also move the level by as much as matters, or it is none.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ def segments(logarithms: Sequence[float], *, significance: float = SIGNIFICANCE)
     # Bisection cuts from the coarse to the fine; a cut that matters little among its final neighbours goes again.
     while True:
         bounds = [*starts, len(values)]
-        parts = [values[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+        parts = [values[start:end] for start, end in itertools.pairwise(bounds)]
         levels = [float(np.median(part)) for part in parts]
         residuals = np.concatenate([part - level for part, level in zip(parts, levels, strict=True)])
         noise = _SD_OF_MAD * float(np.median(np.abs(residuals)))
@@ -131,8 +132,8 @@ def energy_statistics(values: Floats, orders: NDArray[np.int64]) -> Floats:
 
 
 def _is_significant(values: Floats, statistic: float, significance: float, random: np.random.Generator) -> bool:
-    """Whether (1 + permutations at least as good) / (1 + permutations) is at most `significance`. As many permutations
-    as allow for none: the first one that is as good decides, so that a series without a change costs next to nothing."""
+    """Whether (1 + permutations at least as good) / (1 + permutations) is at most `significance`: so few
+    permutations that not one may be, which makes a series without a change cost next to nothing."""
     remaining = math.ceil(1 / significance) - 1
     as_good = statistic - 1e-9 * abs(statistic)  # the same two sides, summed in another order, are as good
     batch = _FIRST_BATCH
