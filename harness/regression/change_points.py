@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,9 +23,11 @@ WINSOR_MADS = 4.0
 
 _SD_OF_MAD = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
 _SEED = 20140622  # any: the same series is to give the same answer every time
-_FIRST_BATCH, _LARGEST_BATCH = 16, 256  # the distances of more permutations do not fit into a processor's cache
+_FIRST_BATCH, _LARGEST_BATCH = 8, 64  # the distances of more permutations do not fit into a processor's cache
 
 Floats = NDArray[np.float64]
+Indices = NDArray[np.int64]
+Statistics = Callable[[Floats, Indices], tuple[Indices, Floats]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,32 +84,38 @@ def segments(logarithms: Sequence[float], *, significance: float = SIGNIFICANCE)
 
 
 def winsorised(values: Floats) -> Floats:
-    """`values` with those farther than WINSOR_MADS scaled median absolute deviations from the median brought there; as
-    they are where half of them are equal, for that says nothing about their spread."""
-    centre = np.median(values)
-    reach = WINSOR_MADS * _SD_OF_MAD * np.median(np.abs(values - centre))
-    return np.clip(values, centre - reach, centre + reach) if reach > 0 else values
+    """`values` with those farther than WINSOR_MADS scaled median absolute deviations from the median of their
+    neighbourhood brought there: odd nights lose their weight, levels keep theirs. As they are where most lie on that
+    median, which says nothing of their spread."""
+    if len(values) < 2 * MIN_SIDE:
+        return values
+    padded = np.pad(values, MIN_SIDE, constant_values=np.nan)
+    neighbourhoods = np.lib.stride_tricks.sliding_window_view(padded, 2 * MIN_SIDE + 1)  # (points, neighbours)
+    centres = np.nanmedian(neighbourhoods, axis=1)
+    reach = WINSOR_MADS * _SD_OF_MAD * np.median(np.abs(values - centres))
+    return np.clip(values, centres - reach, centres + reach) if reach > 0 else values
 
 
 def _starts(values: Floats, offset: int, significance: float, random: np.random.Generator) -> list[int]:
     """Where the segments of `values` begin, counted from `offset`."""
     if len(values) < 2 * MIN_SIDE:
         return [offset]
-    statistics = energy_statistics(values, np.arange(len(values))[:, np.newaxis])
-    cut = MIN_SIDE + int(np.argmax(statistics))
-    if not _is_significant(values, float(statistics.max()), significance, random):
-        return [offset]
-    left = _starts(values[:cut], offset, significance, random)
-    return left + _starts(values[cut:], offset + cut, significance, random)
+    # A level that came and went is hidden from the first by what follows; the second costs more.
+    for statistics_of in (energy_statistics, energy_statistics_within):
+        cuts, statistics = statistics_of(values, np.arange(len(values))[:, np.newaxis])
+        if _is_significant(values, float(statistics.max()), statistics_of, significance, random):
+            cut = int(cuts[np.argmax(statistics)])
+            left = _starts(values[:cut], offset, significance, random)
+            return left + _starts(values[cut:], offset + cut, significance, random)
+    return [offset]
 
 
-def energy_statistics(values: Floats, orders: NDArray[np.int64]) -> Floats:
-    """The scaled energy distance m n / (m + n) E between the sides of every cut, `values` taken in each of `orders`,
-    (points, orders). The answer is (cuts, orders): the first cut leaves MIN_SIDE points on the left, the last as many
-    on the right.
+def energy_statistics(values: Floats, orders: Indices) -> tuple[Indices, Floats]:
+    """Every cut, by the points on its left, and the scaled energy distance m n / (m + n) E between its two sides,
+    (cuts, orders), with `values` taken in each of `orders`, (points, orders). At least MIN_SIDE points on each side.
 
     E = 2 mean |x - y| - mean |x - x'| - mean |y - y'|, means within a side over its pairs of different points
-    (Matteson and James 2014, equations 2 to 5, alpha = 1, both sides reaching to the segment's ends).
+    (Matteson and James 2014, equations 2 to 5, alpha = 1, the right side reaching to the end).
     """
     num_points = len(values)
     distances_to_all = np.abs(values[:, np.newaxis] - values).sum(axis=1)
@@ -120,28 +128,51 @@ def energy_statistics(values: Floats, orders: NDArray[np.int64]) -> Floats:
     within_left = np.cumsum(to_the_left, axis=0)  # over pairs, each once
     across = np.cumsum(distances_to_all[orders], axis=0) - 2 * within_left
     within_right = within_left[-1] - within_left - across
-    left_sizes = np.arange(MIN_SIDE, num_points - MIN_SIDE + 1)[:, np.newaxis]  # (cuts, 1)
-    right_sizes = num_points - left_sizes
-    cuts = slice(MIN_SIDE - 1, num_points - MIN_SIDE)
-    energy = (
-        2 * across[cuts] / (left_sizes * right_sizes)
-        - within_left[cuts] * 2 / (left_sizes * (left_sizes - 1))
-        - within_right[cuts] * 2 / (right_sizes * (right_sizes - 1))
-    )
-    return np.asarray(left_sizes * right_sizes / num_points * energy)
+    cuts = np.arange(MIN_SIDE, num_points - MIN_SIDE + 1)
+    last = cuts - 1  # point of the left side
+    return cuts, _energy(cuts, num_points - cuts, across[last], within_left[last], within_right[last])
 
 
-def _is_significant(values: Floats, statistic: float, significance: float, random: np.random.Generator) -> bool:
-    """Whether (1 + permutations at least as good) / (1 + permutations) is at most `significance`: so few
-    permutations that not one may be, which makes a series without a change cost next to nothing."""
+def energy_statistics_within(values: Floats, orders: Indices) -> tuple[Indices, Floats]:
+    """The same where the right side may end anywhere: one row for each pair of a cut and an end (the paper's kappa)."""
+    num_points, num_orders = orders.shape
+    series = values[orders]
+    sums = np.zeros((num_points + 1, num_points + 1, num_orders))  # of all distances among the first so many points
+    distances = np.abs(series[:, np.newaxis] - series)  # (points, points, orders)
+    np.cumsum(np.cumsum(distances, axis=0, out=distances), axis=1, out=sums[1:, 1:])
+    all_cuts, statistics = [], []
+    for cut in range(MIN_SIDE, num_points - MIN_SIDE + 1):
+        ends = np.arange(cut + MIN_SIDE, num_points + 1)
+        up_to_cut, up_to_end, mixed = sums[cut, cut], sums[ends, ends], sums[cut, cut + MIN_SIDE :]
+        across, within_right = mixed - up_to_cut, (up_to_end - 2 * mixed + up_to_cut) / 2
+        cuts = np.full(len(ends), cut)
+        all_cuts.append(cuts)
+        statistics.append(_energy(cuts, ends - cuts, across, up_to_cut / 2, within_right))
+    return np.concatenate(all_cuts), np.concatenate(statistics)
+
+
+def _energy(left: Indices, right: Indices, across: Floats, within_left: Floats, within_right: Floats) -> Floats:
+    """The statistic from the sizes of both sides (cuts,) and the sums of distances over pairs (cuts, orders)."""
+    m, n = left[:, np.newaxis], right[:, np.newaxis]
+    scale = m * n / (m + n)
+    weights = 2 * scale / (m * n), 2 * scale / (m * (m - 1)), 2 * scale / (n * (n - 1))
+    return np.asarray(weights[0] * across - weights[1] * within_left - weights[2] * within_right)
+
+
+def _is_significant(
+    values: Floats, statistic: float, statistics_of: Statistics, significance: float, random: np.random.Generator
+) -> bool:
+    """Whether (1 + permutations at least as good) / (1 + permutations) is at most `significance`: so few permutations
+    that not one may be, which makes a series without a change cost next to nothing."""
     remaining = math.ceil(1 / significance) - 1
     as_good = statistic - 1e-9 * abs(statistic)  # the same two sides, summed in another order, are as good
     batch = _FIRST_BATCH
     while remaining > 0:
         size = min(batch, remaining)
         in_order = np.broadcast_to(np.arange(len(values))[:, np.newaxis], (len(values), size))
-        if energy_statistics(values, random.permuted(in_order, axis=0)).max() >= as_good:
+        _, statistics = statistics_of(values, random.permuted(in_order, axis=0))
+        if statistics.max() >= as_good:
             return False
         remaining -= size
-        batch = min(4 * batch, _LARGEST_BATCH)
+        batch = min(2 * batch, _LARGEST_BATCH)
     return True
