@@ -108,7 +108,7 @@ def test_the_same_series_gives_the_same_answer() -> None:
 
 
 def test_bad_input_is_named() -> None:
-    with pytest.raises(ValueError, match="finite numbers, got .*nan"):
+    with pytest.raises(ValueError, match=r"finite numbers, got .*nan"):
         segments([0.0, math.nan])
     with pytest.raises(ValueError, match="finite numbers, got"):
         segments([])
