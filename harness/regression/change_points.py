@@ -140,14 +140,15 @@ def energy_statistics_within(values: Floats, orders: Indices) -> tuple[Indices, 
     sums = np.zeros((num_points + 1, num_points + 1, num_orders))  # of all distances among the first so many points
     distances = np.abs(series[:, np.newaxis] - series)  # (points, points, orders)
     np.cumsum(np.cumsum(distances, axis=0, out=distances), axis=1, out=sums[1:, 1:])
+    diagonal = sums[np.arange(num_points + 1), np.arange(num_points + 1)]  # (points + 1, orders)
     all_cuts, statistics = [], []
     for cut in range(MIN_SIDE, num_points - MIN_SIDE + 1):
         ends = np.arange(cut + MIN_SIDE, num_points + 1)
-        up_to_cut, up_to_end, mixed = sums[cut, cut], sums[ends, ends], sums[cut, cut + MIN_SIDE :]
-        across, within_right = mixed - up_to_cut, (up_to_end - 2 * mixed + up_to_cut) / 2
         cuts = np.full(len(ends), cut)
+        across = sums[cut, cut + MIN_SIDE :] - diagonal[cut]
+        within_right = (diagonal[cut + MIN_SIDE :] - diagonal[cut]) / 2 - across
         all_cuts.append(cuts)
-        statistics.append(_energy(cuts, ends - cuts, across, up_to_cut / 2, within_right))
+        statistics.append(_energy(cuts, ends - cuts, across, diagonal[cut] / 2, within_right))
     return np.concatenate(all_cuts), np.concatenate(statistics)
 
 
