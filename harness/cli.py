@@ -1,10 +1,11 @@
-"""The command line: `meshmark run | list | try | inspect | report | compare | upload`.
+"""The command line: `meshmark run | list | try | inspect | report | compare | check | accept | upload`.
 
 Nothing heavy is imported until a command needs it: ranks import this file again, and help should be instant.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,15 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print the results as J
 NoUploadOption = Annotated[
     bool, typer.Option("--no-upload", help="Leave MLflow alone; `meshmark upload` does it later.")
 ]
+SuiteRunOption = Annotated[
+    str | None,
+    typer.Option("--suite-run", metavar="ID", help="Which suite run. Default: the latest.", show_default=False),
+]
+JudgedResultsOption = Annotated[
+    Path | None,
+    typer.Option("--results", metavar="DIR", help="Take the run from here. Default: from MLflow.", show_default=False),
+]
+AcceptedOption = Annotated[Path, typer.Option(metavar="DIR", help="Where the accepted values lie.")]
 DirectoryArgument = Annotated[Path, typer.Argument(metavar="DIR", help="A results directory.", show_default=False)]
 
 
@@ -395,6 +405,86 @@ def compare(
 
 
 @app.command()
+def check(
+    *,
+    suite_run: SuiteRunOption = None,
+    results: JudgedResultsOption = None,
+    format: Annotated[
+        Literal["table", "markdown", "json"], typer.Option("--format", help="How to print the verdicts.")
+    ] = "table",
+    accepted: AcceptedOption = Path("accepted"),
+    no_upload: Annotated[bool, typer.Option("--no-upload", help="Leave the verdicts out of MLflow.")] = False,
+    self_test: Annotated[
+        bool,
+        typer.Option("--self-test", help="Simulate nights instead: how often the gate errs, how soon it finds."),
+    ] = False,
+) -> None:
+    """Judge the latest suite run by its machine's history and the accepted values; exit code 1 when it is red.
+
+    [bold]meshmark check[/]                                           the latest suite run in MLflow
+
+    [bold]meshmark check --results results/smoke-20300101-120000[/]   that run, whether it was uploaded or not
+
+    [bold]meshmark check --format markdown > comment.md[/]            for a comment under a change
+    """
+    from harness import suite_run as runs
+    from harness.regression import check_report, gate
+
+    if self_test:
+        from harness.regression.self_test import self_test as simulate
+
+        tested = simulate()
+        print("\n".join(check_report.self_test_lines(tested)))
+        raise typer.Exit(1 if tested.failures else 0)
+    with _bad_input():
+        judged = gate.judged(suite_run=suite_run, results=results, accepted_directory=accepted)
+    if format == "json":
+        print(json.dumps(check_report.to_json(judged), indent=1, allow_nan=False))
+    elif format == "markdown":
+        print(check_report.markdown(judged), end="")
+    else:
+        runs.console_here().print(check_report.text(judged))
+    if not no_upload:
+        with _one_line_of_warning():
+            gate.record_verdicts(judged)
+    raise typer.Exit(1 if judged.is_red else 0)
+
+
+@app.command()
+def accept(
+    *,
+    suite_run: SuiteRunOption = None,
+    results: JudgedResultsOption = None,
+    only: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="The cases whose implementation, options or layout contain this."),
+    ] = None,
+    accepted: AcceptedOption = Path("accepted"),
+    no_upload: Annotated[bool, typer.Option("--no-upload", help="Leave MLflow alone.")] = False,
+) -> None:
+    """Take what a suite run shows as what is right from now on: exact figures, and times that have moved.
+
+    [bold]meshmark accept[/]                           the latest suite run, into accepted/SUITE.txt
+
+    [bold]meshmark accept --only 'native.zero stage=2'[/]  those cases of it
+    """
+    from datetime import UTC, datetime
+
+    from harness.regression import gate
+
+    with _bad_input():
+        judged = gate.judged(suite_run=suite_run, results=results, accepted_directory=accepted)
+        cases = [case for case in judged.cases if only is None or only in case.run.name]
+        if not cases:
+            raise ValueError(f"--only {only}: expected part of one of {len(judged.cases)} cases' names, found none")
+        lines = gate.accept_cases(judged, cases, accepted)
+    print("\n".join(lines) if lines else "nothing to accept: all is as accepted, and no time has moved")
+    if lines and not no_upload:
+        with _one_line_of_warning():
+            gate.record_acceptance(judged, cases, datetime.now(UTC))
+
+
+@app.command()
 def upload(
     directory: DirectoryArgument,
     tracking_uri: Annotated[
@@ -428,6 +518,15 @@ def _options(texts: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"--option: expected key=value, got {text!r}")
         options[key] = value
     return options
+
+
+@contextmanager
+def _one_line_of_warning() -> Iterator[None]:
+    """A store that does not take what the verdict is already known without costs a line."""
+    try:
+        yield
+    except ConnectionError as error:
+        print(f"meshmark: {_one_line(str(error))}", file=sys.stderr)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ class MeasuredCase:
     on_phase: OnPhase
     device: str = "cpu"
     engine: Engine = field(default_factory=Local)
+    canary: Mapping[str, float] = field(default_factory=dict)  # of this session, see harness.canary
     started: float = field(default_factory=time.time)
     seconds: float = 0.0
     launch: Launch | None = None
@@ -105,6 +106,8 @@ class MeasuredCase:
         facts = self._command("build")[0]
         # Only now is it known which libraries the rank has imported.
         self.environment = {**self._command("environment")[0], "facts": facts, "emulated": self._is_emulated}
+        if self.canary:
+            self.environment["canary"] = dict(self.canary)
         if measurement.parity_steps and self.case.role != "floor":
             tensors = self.scratch / f"{self.case.id}.pt"
             records = self._command("parity", num_steps=measurement.parity_steps, path=str(tensors))

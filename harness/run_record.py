@@ -25,6 +25,7 @@ MAX_PARAM_LENGTH = 500  # the smallest limit among the servers in use
 MAX_TAG_LENGTH = 5000
 MAX_LOGS = 32  # of a case: a thousand ranks say the same
 MAX_LOG_BYTES = 2**16
+SOFTWARE = ("torch", "numpy", "python", "os", "threads_per_rank")  # of an environment: what people can name
 RATIO_FIGURES = ("ratio", "floor_ratio", "overhead_ratio", "rounds", "spread")
 
 Series = Mapping[str, Sequence[tuple[int, float]]]  # name -> (step, value)
@@ -88,6 +89,7 @@ def case_record(result: Result, directory: Path) -> RunRecord:
         "lane": result.parity and result.parity.lane,
         "explanation": result.parity and result.parity.explanation,
         "not_finite": ", ".join(not_finite),
+        "device": (result.environment.get("device") or {}).get("kind"),
         "emulated": bool(result.environment.get("emulated", False)),
         "libraries": " ".join(f"{name}=={version}" for name, version in libraries.items()),
     }
@@ -97,8 +99,17 @@ def case_record(result: Result, directory: Path) -> RunRecord:
         case_id=result.case.id,
         name=f"{result.case.label} {result.case.layout}"[:MAX_PARAM_LENGTH],
         tags=_tag_values(tags),
-        params=_params({**_flat(result.case.to_json()), **options, **_flat({"libraries": libraries})}),
-        metrics={**_axes(result, options), **parity, **_floats(result.metrics)},
+        params=_params(
+            {
+                **_flat(result.case.to_json()),
+                **options,
+                **_flat({"libraries": libraries}),
+                **_flat(
+                    {"environment": {name: result.environment[name] for name in SOFTWARE if name in result.environment}}
+                ),
+            }
+        ),
+        metrics={**_axes(result, options), **parity, **_floats(result.metrics), **_canary(result)},
         series=series,
         artifacts={
             "result.json": json.dumps(replace_non_finite(result.to_json()), allow_nan=False),
@@ -108,6 +119,11 @@ def case_record(result: Result, directory: Path) -> RunRecord:
         started=result.started,
         ended=result.started + result.duration_seconds,
     )
+
+
+def _canary(result: Result) -> dict[str, float]:
+    """What the machine was worth in the case's session."""
+    return _floats({f"canary.{name}": value for name, value in (result.environment.get("canary") or {}).items()})
 
 
 def _logs(directory: Path) -> dict[str, str]:
@@ -147,7 +163,15 @@ def suite_record(suite_run: str, results: Sequence[Result], directory: Path | No
         tags=_tag_values(
             {**_shared_tags(results), "status": "ok" if finished else "failed", **_description(artifacts)}
         ),
-        metrics=_floats({"cases": len(results), **counts, **_ratio_metrics(directory)}),
+        # A resumed suite run has had several sessions; its last one speaks for it.
+        metrics=_floats(
+            {
+                "cases": len(results),
+                **counts,
+                **_ratio_metrics(directory),
+                **next((canary for result in reversed(results) if (canary := _canary(result))), {}),
+            }
+        ),
         artifacts=artifacts,
         finished=finished,
         started=min(result.started for result in results),

@@ -8,7 +8,7 @@ import json
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from functools import partial
@@ -43,20 +43,29 @@ def run(
     resume: bool = False,
     device: str = "cpu",
     engine: Engine | None = None,
+    canary: Callable[[], Mapping[str, float]] | None = None,
 ) -> list[Result]:
     """Runs every case of `suite` and appends each result to the directory's results file as soon as it is known; with
     `resume` only those that have none yet or could not be measured. All results of the directory, in suite order.
 
-    A KeyboardInterrupt ends all ranks and is raised again; the results so far are kept. DirectoryInUse if another run
-    is writing to the directory.
+    `canary` measures the machine before the first case, where any case is to be timed; each result's environment then
+    holds its figures. A KeyboardInterrupt ends all ranks and is raised again; the results so far are kept.
+    DirectoryInUse if another run is writing to the directory.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with _as_only_run(directory):
-        return _run(suite, directory, progress, resume=resume, device=device, engine=engine or Local())
+        return _run(suite, directory, progress, resume=resume, device=device, engine=engine or Local(), canary=canary)
 
 
 def _run(
-    suite: Suite, directory: Path, progress: Progress, *, resume: bool, device: str, engine: Engine
+    suite: Suite,
+    directory: Path,
+    progress: Progress,
+    *,
+    resume: bool,
+    device: str,
+    engine: Engine,
+    canary: Callable[[], Mapping[str, float]] | None,
 ) -> list[Result]:
     earlier = {r.case.id: r for r in result.read(directory)} if (directory / result.RESULTS_FILE).is_file() else {}
     if earlier and not resume:
@@ -65,13 +74,25 @@ def _run(
     groups = [group for group in _groups(suite) if any(_is_due(case, earlier) for case in group)]
     due = [case for group in groups for case in group]
     progress.suite_started(suite, due)
+    is_timed = any(case.measurement.timed_steps for case in due)
+    canary_figures = _canary_figures(canary, progress) if canary is not None and is_timed else {}
     shared = directory.resolve() if engine.shares_files else None
     with tempfile.TemporaryDirectory(prefix=".scratch-" if shared else "meshmark-", dir=shared) as scratch:
         references = References(Path(scratch), directory / "logs")
         try:
             for group in groups:
                 members = [
-                    _measured(case, directory, Path(scratch), references, progress, device=device, engine=engine)
+                    MeasuredCase(
+                        case=case,
+                        scratch=Path(scratch),
+                        logs=result.logs_of(directory, case),
+                        references=references,
+                        on_start=partial(progress.case_started, case),
+                        on_phase=partial(progress.phase, case),
+                        device=device,
+                        engine=engine,
+                        canary=canary_figures,
+                    )
                     for case in group
                 ]
                 with closing(_run_group(members)) as finished:
@@ -119,26 +140,13 @@ def _is_due(case: Case, earlier: dict[str, Result]) -> bool:
     return case.id not in earlier or earlier[case.id].status in _WORTH_RUNNING_AGAIN
 
 
-def _measured(
-    case: Case,
-    directory: Path,
-    scratch: Path,
-    references: References,
-    progress: Progress,
-    *,
-    device: str,
-    engine: Engine,
-) -> MeasuredCase:
-    return MeasuredCase(
-        case=case,
-        scratch=scratch,
-        logs=result.logs_of(directory, case),
-        references=references,
-        on_start=partial(progress.case_started, case),
-        on_phase=partial(progress.phase, case),
-        device=device,
-        engine=engine,
-    )
+def _canary_figures(canary: Callable[[], Mapping[str, float]], progress: Progress) -> Mapping[str, float]:
+    """None where the canary fails: the cases may fare better, and times without it are only not judged by history."""
+    try:
+        return canary()
+    except LaunchFailed as failure:
+        progress.note(f"no canary: {failure.reason}")
+        return {}
 
 
 def _run_group(members: Sequence[MeasuredCase]) -> Generator[MeasuredCase, None, None]:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -68,12 +69,20 @@ def execute(
 ) -> int:
     """Run `suite` into `directory`, show and record what came out; returns the command's exit code. `again` is the
     command that goes on with it, should it be interrupted."""
-    from harness import runner  # brings torch, which showing a report does not need
+    from harness import canary, runner  # bring torch, which showing a report does not need
 
     console = console_here()
     try:
         with termination_interrupts(), progress.shown_on(console, silent=as_json) as shown:
-            returned = runner.run(suite, directory, progress=shown, resume=resume, device=device, engine=engine)
+            returned = runner.run(
+                suite,
+                directory,
+                progress=shown,
+                resume=resume,
+                device=device,
+                engine=engine,
+                canary=partial(canary.measure, device),
+            )
     except runner.DirectoryInUse as error:
         print(f"meshmark: {error}", file=sys.stderr)
         return BAD_INPUT

@@ -20,7 +20,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,10 +129,13 @@ def upload(directory: Path, *, tracking_uri: str | None = None) -> UploadReport:
     )
 
 
-def read_runs(experiment: str = EVERY_EXPERIMENT, *, tracking_uri: str | None = None) -> list[dict[str, Any]]:
+def read_runs(
+    experiment: str = EVERY_EXPERIMENT, *, suite: str | None = None, tracking_uri: str | None = None
+) -> list[dict[str, Any]]:
     """Every complete run of the experiments whose name is like `experiment` (`%` stands for anything), the latest first
-    within each. Each run is flat: `experiment`, `run_id`, `run_name`, `status` (MLflow's), `started` and `ended`
-    (seconds since the epoch), and `tags.<name>`, `params.<name>`, `metrics.<name>` (a series by its last value).
+    within each; with `suite` those of that suite only. Each run is flat: `experiment`, `run_id`, `run_name`, `status`
+    (MLflow's), `started` and `ended` (seconds since the epoch), and `tags.<name>`, `params.<name>`, `metrics.<name>` (a
+    series by its last value).
 
     Empty while there is no store. ConnectionError if it cannot be read.
     """
@@ -140,16 +143,30 @@ def read_runs(experiment: str = EVERY_EXPERIMENT, *, tracking_uri: str | None = 
     database = _sqlite_file(uri)
     if database is not None and not database.exists():
         return []
+    of_suite = "" if suite is None else f"tags.suite = {_quoted(suite)}"
     try:
         with _client(uri) as client:
             return [
                 _flat(found.name, run)
                 for found in _pages(client.search_experiments, filter_string=f"name LIKE '{experiment}'")
-                for run in _pages(client.search_runs, [found.experiment_id])
+                for run in _pages(client.search_runs, [found.experiment_id], filter_string=of_suite)
                 if COMPLETE_TAG in run.data.tags
             ]
     except Exception as error:
         raise ConnectionError(f"MLflow at {_shown(uri)} cannot be read: {_one_line(error)}") from error
+
+
+def set_tags(tags: Mapping[str, Mapping[str, str]], *, tracking_uri: str | None = None) -> None:
+    """Gives runs, by their ids, tags that say what became known of them later; uploading the same results again leaves
+    them. ConnectionError if the store does not take them."""
+    uri = store_uri(tracking_uri)
+    try:
+        with _client(uri) as client:
+            for run_id, of_run in tags.items():
+                for name, value in of_run.items():
+                    _patiently(client.set_tag, run_id, name, value)
+    except Exception as error:
+        raise ConnectionError(f"MLflow at {_shown(uri)} cannot be written: {_one_line(error)}") from error
 
 
 def _flat(experiment: str, run: Any) -> dict[str, Any]:

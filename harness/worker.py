@@ -41,6 +41,7 @@ _OUT_OF_MEMORY = r"can't allocate memory|out of memory|CUBLAS_STATUS_ALLOC_FAILE
 _MAX_WARM_UP_FACTOR = 3
 _STATIONARY_WITHIN = 0.1
 _GRADIENT_STEPS = 2
+_CANARY_SIZES = {"cpu": (512, 2**20), "cuda": (8192, 2**26)}  # a matrix' width, a message's elements: milliseconds each
 
 
 def main(channel: connection.Connection, job: Job, tie: Callable[[], None] = tie_to_server) -> None:
@@ -305,6 +306,25 @@ class Worker:
             with recorder.step():
                 built.train_step(batch)
         return recorder.steps
+
+    def measure_canary(self, num_rounds: int) -> list[tuple[float, float]]:
+        """Seconds of a fixed matrix multiplication and of a fixed all-reduce, for each round; see harness.canary."""
+        width, num_elements = _CANARY_SIZES[self.device.type]
+        factor = torch.full((width, width), 1 / width, device=self.device)
+        product = torch.empty_like(factor)
+        message = torch.zeros(num_elements, device=self.device)
+        rounds = []
+        for _ in range(num_rounds):
+            clock = _Clock(self.device)
+            self._barrier()
+            clock.lap()
+            torch.mm(factor, factor, out=product)
+            clock.lap()
+            dist.all_reduce(message)
+            clock.lap()
+            multiply, reduce = clock.seconds()
+            rounds.append((multiply, reduce))
+        return rounds
 
     def close(self) -> None:
         if self.implementation is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from harness import tracking
 from harness.case import Case, Measurement
 from harness.judging import held_against_reference
 from harness.launch.failure import LaunchFailed
@@ -81,6 +82,15 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
     yield worlds
     worlds.close()
     references.close()
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A SQLite store with MLflow's tables, which take seconds to create."""
+    file = tmp_path_factory.mktemp("store") / "mlflow.db"
+    with tracking._client(f"sqlite:///{file}"):
+        pass
+    return file
 
 
 def parity_case(workload: str, implementation: str, world_size: int, **others: Any) -> Case:

@@ -125,6 +125,7 @@ def test_every_line_of_the_results_holds_what_readers_count_on(run: Run) -> None
     assert [len(rank) for rank in ours["samples"]["step_seconds"]] == [8, 8], "two steps in each of four rounds"
     assert len(ours["samples"]["losses"]) == 3
     assert ours["environment"]["threads_per_rank"] == 1
+    assert ours["environment"]["canary"]["seconds"] > 0
     assert ours["environment"]["malloc"]["MALLOC_MMAP_THRESHOLD_"] is not None
     gradient_bytes = 4 * (64 + 64 + 64 + 1)
     assert ours["metrics"]["communication.bytes_per_step"] == gradient_bytes, "2(n-1)/n of the gradients at n = 2"
@@ -172,6 +173,7 @@ def test_mlflow_holds_the_figures_of_the_results_file(run: Run) -> None:
         found = runs[line["case"]["id"]]
         metrics = {name: found.get(f"metrics.{name}") for name in line["metrics"]}
         assert metrics == line["metrics"]
+        assert found.get("metrics.canary.seconds") == line["environment"].get("canary", {}).get("seconds")
         assert found["tags.status"] == line["status"]
         if line["parity"]:
             assert found["metrics.parity.loss_max_relative"] == line["parity"]["loss_max_relative"]

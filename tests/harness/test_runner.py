@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 
 from harness import room, runner
 from harness.case import Case, Measurement, Suite
+from harness.launch.failure import LaunchFailed
 from harness.layout import Layout
 from harness.progress import SilentProgress
 from harness.result import RESULTS_FILE, Result, read
@@ -120,7 +121,9 @@ def test_the_deadline_holds_over_all_rounds(side_by_side: dict[str, Result]) -> 
 
 def test_a_case_without_a_reference_fails_and_the_next_one_is_sound(tmp_path: Path) -> None:
     cases = (case("Sound", workload=f"{FAULTY}:unbuildable"), case("Sound", world_size=1))
-    failed, sound = runner.run(Suite(name="s", cases=cases), tmp_path, progress=SilentProgress())
+    suite, figures = Suite(name="s", cases=cases), {"seconds": 0.5}
+    failed, sound = runner.run(suite, tmp_path, progress=SilentProgress(), canary=lambda: figures)
+    assert sound.environment["canary"] == figures
     assert (failed.status, failed.culprit) == ("failed", None)
     assert failed.reason == "the reference: rank 0: RuntimeError: no such layer"
     assert "_cannot_be_built" in (failed.traceback or "")
@@ -223,7 +226,12 @@ def test_a_pipelines_waiting_stands_beside_theorys(tmp_path: Path) -> None:
         case("", implementation="native.pipeline", layout=Layout(pipeline=2), **of),
         case("", implementation="native.ddp", **of),
     )
-    piped, other = runner.run(Suite(name="s", cases=cases), tmp_path, progress=SilentProgress())
+
+    def dead() -> Mapping[str, float]:
+        raise LaunchFailed("failed", "rank 1 died")
+
+    piped, other = runner.run(Suite(name="s", cases=cases), tmp_path, progress=SilentProgress(), canary=dead)
+    assert "canary" not in other.environment, "and its case is none the worse for it"
     assert (piped.status, other.status) == ("ok", "ok"), piped.reason
     assert 0 < piped.metrics["pipeline.bubble_ratio"] < 1
     assert 0 < piped.metrics["pipeline.replayed_bubble_ratio"] < 1

@@ -49,15 +49,6 @@ def result(implementation="native.ddp", **changes):
     return Result(**{**given, **changes})
 
 
-@pytest.fixture(scope="session")
-def empty_store(tmp_path_factory):
-    """A SQLite store with MLflow's tables, which take seconds to create."""
-    file = tmp_path_factory.mktemp("store") / "mlflow.db"
-    with tracking._client(f"sqlite:///{file}"):
-        pass
-    return file
-
-
 @pytest.fixture
 def store(empty_store, tmp_path):
     """The URI of a fresh store."""

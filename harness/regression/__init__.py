@@ -1,0 +1,1 @@
+"""Regression: verdicts from history, from exact figures, from pairs."""

@@ -1,0 +1,82 @@
+"""Accepted values: what exact figures of each case must be, in a text file of the repository, one line a figure.
+
+    native.ddp-data2-0f3c2a91b4 cpu communication.bytes_per_step 169984
+    native.ddp-data2-0f3c2a91b4 cpu accepted_time 2030-01-01T12:00:00Z
+
+The last kind of line says that step times are as they should be from that suite run on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+DIRECTORY = Path("accepted")
+ACCEPTED_TIME = "accepted_time"
+_HEADER = "# What `meshmark check` holds {suite} against; `meshmark accept` writes it: case, device, figure, value.\n"
+
+Place = tuple[str, str]  # case id, device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accepted:
+    """`values` by place and figure; `times` by place, in seconds since the epoch."""
+
+    values: Mapping[Place, Mapping[str, float]] = field(default_factory=dict)
+    times: Mapping[Place, float] = field(default_factory=dict)
+
+
+def file_of(suite: str, directory: Path = DIRECTORY) -> Path:
+    return directory / f"{suite}.txt"
+
+
+def read(path: Path) -> Accepted:
+    """What the file holds; nothing where there is none. ValueError, with its number, for a line that is not like the
+    above."""
+    values: dict[Place, dict[str, float]] = {}
+    times: dict[Place, float] = {}
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        try:
+            case_id, device, figure, text = line.split()
+            if figure == ACCEPTED_TIME:
+                times[case_id, device] = datetime.fromisoformat(text).timestamp()
+            else:
+                values.setdefault((case_id, device), {})[figure] = _finite(text)
+        except ValueError:
+            raise ValueError(f"{path}, line {number}: expected `case device figure value`, got {line!r}") from None
+    return Accepted(values=values, times=times)
+
+
+def write(path: Path, suite: str, accepted: Accepted) -> None:
+    """Replaces the file, sorted, so that a change of one figure is a change of one line."""
+    lines = [
+        f"{case_id} {device} {figure} {_shown(value)}\n"
+        for (case_id, device), of_place in accepted.values.items()
+        for figure, value in of_place.items()
+    ]
+    lines += [
+        f"{case_id} {device} {ACCEPTED_TIME} {datetime.fromtimestamp(time, UTC).isoformat().replace('+00:00', 'Z')}\n"
+        for (case_id, device), time in accepted.times.items()
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_suffix(".new")
+    written.write_text(_HEADER.format(suite=suite) + "".join(sorted(lines)), encoding="utf-8")
+    written.replace(path)  # whole or not at all
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
+
+
+def _shown(value: float) -> str:
+    """Every digit; counts as counts."""
+    return str(int(value)) if value.is_integer() else repr(value)

@@ -1,0 +1,90 @@
+"""The gate as a person meets it: which suite run is judged, against which history, and what is written down of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from harness import result, tracking
+from harness.regression import accepted_values, history
+from harness.regression.acceptance import accept
+from harness.regression.check import CaseVerdict, Check, check
+from harness.regression.history import CaseRun
+from harness.run_record import SUITES_EXPERIMENT
+
+_NUM_NAMED = 3
+
+
+def judged(
+    *,
+    suite_run: str | None,
+    results: Path | None,
+    accepted_directory: Path,
+    tracking_uri: str | None = None,
+) -> Check:
+    """The check of `suite_run`, by default the latest, of a results directory or of the store; its history is the
+    store's. ValueError if there is no such run, or a file of accepted values is broken; ConnectionError if the store
+    cannot be read."""
+    if results is not None:
+        runs = history.from_results(result.read(results), results)
+        name = _chosen(suite_run, [run.suite_run for run in sorted(runs, key=_started)], str(results))
+        tonight = [run for run in runs if run.suite_run == name]
+        stored = _stored(tonight[0].suite, tracking_uri)
+    else:
+        suites = tracking.read_runs(SUITES_EXPERIMENT, tracking_uri=tracking_uri)
+        by_name = {run["tags.meshmark.suite_run"]: run for run in sorted(suites, key=lambda run: run["started"])}
+        name = _chosen(suite_run, list(by_name), tracking.store_uri(tracking_uri))
+        stored = _stored(by_name[name].get("tags.suite", ""), tracking_uri)
+        tonight = [run for run in stored if run.suite_run == name]
+        if not tonight:
+            raise ValueError(f"suite run {name}: expected its cases in the store, found none; `meshmark upload` it")
+    return check(tonight, stored, _accepted(tonight[0].suite, accepted_directory))
+
+
+def record_verdicts(checked: Check, *, tracking_uri: str | None = None) -> None:
+    """Tags the store's runs with their verdicts. ConnectionError if it does not take them."""
+    tags = {case.run.run_id: {"verdict": case.verdict} for case in checked.cases if case.run.run_id}
+    tracking.set_tags(tags, tracking_uri=tracking_uri)
+
+
+def accept_cases(checked: Check, cases: Sequence[CaseVerdict], accepted_directory: Path) -> list[str]:
+    """Moves the accepted values of `cases` to what they are in this run; a line for each that has changed."""
+    path = accepted_values.file_of(checked.suite, accepted_directory)
+    accepted, lines = accept(cases, accepted_values.read(path))
+    if lines:
+        accepted_values.write(path, checked.suite, accepted)
+    return lines
+
+
+def record_acceptance(
+    checked: Check, cases: Sequence[CaseVerdict], now: datetime, *, tracking_uri: str | None = None
+) -> None:
+    """Tags the store's runs of `cases` as accepted. ConnectionError if it does not take them."""
+    stamp = now.astimezone(UTC).isoformat(timespec="seconds")
+    tags = {case.run.run_id: {"accepted": stamp} for case in cases if case.run.run_id and case.run.status == "ok"}
+    tracking.set_tags(tags, tracking_uri=tracking_uri)
+
+
+def _stored(suite: str, tracking_uri: str | None) -> list[CaseRun]:
+    return history.from_store(tracking.read_runs(suite=suite or None, tracking_uri=tracking_uri))
+
+
+def _accepted(suite: str, directory: Path) -> accepted_values.Accepted:
+    return accepted_values.read(accepted_values.file_of(suite, directory))
+
+
+def _started(run: CaseRun) -> float:
+    return run.started
+
+
+def _chosen(suite_run: str | None, names: Sequence[str], place: str) -> str:
+    """The suite run of that name, or the last of `names`."""
+    if not names:
+        raise ValueError(f"{place}: expected at least one suite run, found none; `meshmark run` makes one")
+    if suite_run is None:
+        return names[-1]
+    if suite_run not in names:
+        latest = ", ".join(list(dict.fromkeys(reversed(names)))[:_NUM_NAMED])
+        raise ValueError(f"--suite-run {suite_run}: expected one of {place}, the latest of which are {latest}")
+    return suite_run

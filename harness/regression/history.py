@@ -1,0 +1,160 @@
+"""History: what runs of a case say that the gate needs, read from a tracker's runs or from a results directory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.regression.time_history import MAX_NIGHTS
+from harness.result import Result
+from harness.run_record import RunRecord, case_record
+
+STEP_SECONDS = "step.median_seconds"
+CANARY_SECONDS = "canary.seconds"
+_VERSION_PREFIXES = ("libraries.", "environment.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseRun:
+    """One case in one suite run. `versions` are those of the software it ran with, by name; `run_id` is the tracker's,
+    empty where it was read from a directory."""
+
+    case_id: str
+    suite_run: str
+    suite: str
+    started: float  # seconds since the epoch
+    name: str  # implementation with its options, and layout
+    implementation: str
+    workload: str
+    precision: str
+    status: str
+    reason: str
+    explanation: str
+    device: str
+    machine: str  # fingerprint
+    environment: str  # fingerprint
+    commit: str
+    versions: Mapping[str, str]
+    metrics: Mapping[str, float]
+    run_id: str = ""
+
+    @property
+    def relative_seconds(self) -> float | None:
+        """The median step in units of the canary of its session; None where the case did not end well, or either was
+        not measured."""
+        step, canary = self.metrics.get(STEP_SECONDS), self.metrics.get(CANARY_SECONDS)
+        if self.status != "ok" or not step or not canary or not 0 < step / canary < math.inf:
+            return None
+        return step / canary
+
+
+def from_store(runs: Iterable[Mapping[str, Any]]) -> list[CaseRun]:
+    """The case runs among a tracker's runs, as harness.tracking.read_runs gives them."""
+    found = []
+    for run in runs:
+        tags = _below("tags.", run)
+        if case_id := tags.get("meshmark.case_id"):
+            found.append(
+                _case_run(
+                    case_id=case_id,
+                    suite_run=tags["meshmark.suite_run"],
+                    started=run["started"],
+                    name=run["run_name"],
+                    tags=tags,
+                    params=_below("params.", run),
+                    metrics=_below("metrics.", run),
+                    run_id=run["run_id"],
+                )
+            )
+    return found
+
+
+def from_results(results: Iterable[Result], directory: Path) -> list[CaseRun]:
+    """The case runs of a results directory, the same as after its upload."""
+    return [_from_record(case_record(result, directory)) for result in results]
+
+
+def _from_record(record: RunRecord) -> CaseRun:
+    last_values = {name: points[-1][1] for name, points in record.series.items()}
+    return _case_run(
+        case_id=record.case_id,
+        suite_run=record.suite_run,
+        started=record.started,
+        name=record.name,
+        tags=record.tags,
+        params=record.params,
+        metrics={**record.metrics, **last_values},
+    )
+
+
+def _case_run(
+    *,
+    case_id: str,
+    suite_run: str,
+    started: float,
+    name: str,
+    tags: Mapping[str, Any],
+    params: Mapping[str, Any],
+    metrics: Mapping[str, Any],
+    run_id: str = "",
+) -> CaseRun:
+    versions = {
+        key.removeprefix(prefix): str(value)
+        for prefix in _VERSION_PREFIXES
+        for key, value in params.items()
+        if key.startswith(prefix)
+    }
+    return CaseRun(
+        case_id=case_id,
+        suite_run=suite_run,
+        suite=str(tags.get("suite", "")),
+        started=started,
+        name=name,
+        implementation=str(tags.get("implementation", "")),
+        workload=str(params.get("workload", "")),
+        precision=str(params.get("precision", "")),
+        status=str(tags.get("status", "")),
+        reason=str(tags.get("reason", "")),
+        explanation=str(tags.get("explanation", "")),
+        device=str(tags.get("device", "cpu")),
+        machine=str(tags.get("machine_fingerprint", "")),
+        environment=str(tags.get("environment_fingerprint", "")),
+        commit=str(tags.get("commit", "")),
+        versions=versions,
+        metrics={key: float(value) for key, value in metrics.items()},
+        run_id=run_id,
+    )
+
+
+def _below(prefix: str, run: Mapping[str, Any]) -> dict[str, Any]:
+    return {key.removeprefix(prefix): value for key, value in run.items() if key.startswith(prefix)}
+
+
+def latest_suite_run(runs: Sequence[CaseRun]) -> str:
+    """The suite run that began last. ValueError if there is none."""
+    if not runs:
+        raise ValueError("expected at least one suite run, found none")
+    return max(runs, key=lambda run: (_began(run.suite_run, runs), run.suite_run)).suite_run
+
+
+def _began(suite_run: str, runs: Sequence[CaseRun]) -> float:
+    return min(run.started for run in runs if run.suite_run == suite_run)
+
+
+def nights_of(tonight: CaseRun, runs: Iterable[CaseRun]) -> list[CaseRun]:
+    """The runs of tonight's case on its machine that can be compared by time, oldest first, at most MAX_NIGHTS; the
+    last is tonight's, where it was timed. A suite run counts once."""
+    nights = {
+        run.suite_run: run
+        for run in runs
+        if (run.case_id, run.suite, run.machine) == (tonight.case_id, tonight.suite, tonight.machine)
+        and run.started < tonight.started
+        and run.relative_seconds is not None
+    }
+    nights.pop(tonight.suite_run, None)
+    if tonight.relative_seconds is not None:
+        nights[tonight.suite_run] = tonight
+    return sorted(nights.values(), key=lambda run: run.started)[-MAX_NIGHTS:]

@@ -1,0 +1,163 @@
+"""The gate's report on itself: how often it cries wolf, and how soon it finds a slowdown, in simulated nights.
+
+Nights come as they do in use, one after another, each judged with what is known by then. Beside each rate stands that
+of a rule people start with: more than 5 % slower than last night.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.regression.time_history import MAX_NIGHTS, MIN_NIGHTS, last_night
+
+NOISE = 0.02  # standard deviation of a night's logarithm
+STEP_NIGHT = 60
+SLOWDOWNS = (0.03, 0.05, 0.1)
+LAST_NIGHT_RULE = 0.05
+# What must hold, or the gate is broken: of 5 % slowdowns at 2 % noise all are found, half of them within 10 nights.
+MAX_FALSE_ALARMS_PER_1000 = 5.0
+PROVEN_SLOWDOWN, MAX_MEDIAN_DELAY_NIGHTS = 0.05, 10.0
+
+Nights = NDArray[np.float64]
+
+
+def _normal(random: np.random.Generator) -> Nights:
+    return random.normal(0.0, NOISE, MAX_NIGHTS)
+
+
+def _heavy_tailed(random: np.random.Generator) -> Nights:
+    """Student's t with three degrees of freedom: some nights are far out."""
+    return NOISE / math.sqrt(3.0) * random.standard_t(3, MAX_NIGHTS)
+
+
+def _autocorrelated(random: np.random.Generator) -> Nights:
+    """Each night remembers 0.3 of the one before."""
+    memory = 0.3
+    noise = random.normal(0.0, NOISE * math.sqrt(1 - memory**2), MAX_NIGHTS)
+    nights = np.zeros(MAX_NIGHTS)
+    for night in range(MAX_NIGHTS):
+        nights[night] = memory * nights[night - 1] + noise[night]
+    return nights
+
+
+def _drifting_machine(random: np.random.Generator) -> Nights:
+    """The machine becomes slower and faster by itself, which the canary tells, with an error of its own."""
+    drift = np.cumsum(random.choice([0.0, 0.0, 0.0, 0.1, -0.1], MAX_NIGHTS))
+    work, canary = (random.normal(0.0, NOISE / math.sqrt(2), MAX_NIGHTS) for _ in range(2))
+    return np.asarray((drift + work) - (drift + canary))
+
+
+NOISES: Mapping[str, Callable[[np.random.Generator], Nights]] = {
+    "normal": _normal,
+    "heavy-tailed": _heavy_tailed,
+    "autocorrelated": _autocorrelated,
+    "drifting machine": _drifting_machine,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FalseAlarms:
+    """Alarms in nights where nothing has changed, in 1,000 of them. An alarm that stays is one."""
+
+    noise: str
+    num_nights: int
+    regressed: float
+    suspect: float
+    last_night_rule: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Power:
+    """Of series with a slowdown from night STEP_NIGHT on, the part in which it was found, and the median number of slow
+    nights that took (1: in the first of them); None where none was."""
+
+    noise: str
+    slowdown: float
+    num_series: int
+    found: float
+    median_delay_nights: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfTest:
+    false_alarms: tuple[FalseAlarms, ...]
+    powers: tuple[Power, ...]
+
+    @property
+    def failures(self) -> list[str]:
+        """What a sound gate would not do, in words."""
+        loud = [
+            f"{rate.noise}: {rate.regressed:.1f} false alarms in 1,000 nights, expected {MAX_FALSE_ALARMS_PER_1000:g}"
+            for rate in self.false_alarms
+            if rate.regressed > MAX_FALSE_ALARMS_PER_1000
+        ]
+        deaf = [
+            f"{power.noise}: {power.slowdown:.0%} slower was found in {power.found:.0%} of the series, after a median "
+            f"of {power.median_delay_nights} nights; expected all, within {MAX_MEDIAN_DELAY_NIGHTS:g}"
+            for power in self.powers
+            if power.slowdown >= PROVEN_SLOWDOWN
+            and (power.found < 1 or (power.median_delay_nights or math.inf) > MAX_MEDIAN_DELAY_NIGHTS)
+        ]
+        return loud + deaf
+
+
+def self_test(*, num_series: int = 10, seed: int = 0) -> SelfTest:
+    """Simulates `num_series` series of MAX_NIGHTS nights of each kind; the same seed gives the same answer."""
+    random = np.random.default_rng(seed)
+    quiet = {name: [noise(random) for _ in range(num_series)] for name, noise in NOISES.items()}
+    slowed = {
+        (name, slowdown): [_slowed(noise(random), slowdown) for _ in range(num_series)]
+        for name, noise in NOISES.items()
+        for slowdown in SLOWDOWNS
+    }
+    return SelfTest(
+        false_alarms=tuple(_false_alarms(name, series) for name, series in quiet.items()),
+        powers=tuple(_power(name, slowdown, series) for (name, slowdown), series in slowed.items()),
+    )
+
+
+def _slowed(nights: Nights, slowdown: float) -> Nights:
+    return np.concatenate([nights[:STEP_NIGHT], nights[STEP_NIGHT:] + math.log1p(slowdown)])
+
+
+def _false_alarms(noise: str, series: Sequence[Nights]) -> FalseAlarms:
+    num_nights, counts = 0, {"regressed": 0, "suspect": 0}
+    for nights in series:
+        before = ""
+        for known in range(MIN_NIGHTS, MAX_NIGHTS + 1):
+            verdict = last_night(nights[:known].tolist()).verdict
+            num_nights += 1
+            if verdict in counts and verdict != before:
+                counts[verdict] += 1
+            before = verdict
+    steps = np.concatenate([np.diff(nights[MIN_NIGHTS - 2 :]) for nights in series])
+    return FalseAlarms(
+        noise=noise,
+        num_nights=num_nights,
+        **{verdict: 1000 * count / num_nights for verdict, count in counts.items()},
+        last_night_rule=1000 * float(np.mean(steps > math.log1p(LAST_NIGHT_RULE))),
+    )
+
+
+def _power(noise: str, slowdown: float, series: Sequence[Nights]) -> Power:
+    delays = [delay for nights in series if (delay := _delay(nights)) is not None]
+    return Power(
+        noise=noise,
+        slowdown=slowdown,
+        num_series=len(series),
+        found=len(delays) / len(series),
+        median_delay_nights=statistics.median(delays) if delays else None,
+    )
+
+
+def _delay(nights: Nights) -> int | None:
+    for known in range(STEP_NIGHT + 1, MAX_NIGHTS + 1):
+        if last_night(nights[:known].tolist()).verdict == "regressed":
+            return known - STEP_NIGHT
+    return None

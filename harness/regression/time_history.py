@@ -1,0 +1,60 @@
+"""Time history: what a series of nights says of the last one.
+
+The last level is held against the fastest one since the accepted night: neither a slow creep nor an improvement that
+makes up for half of a regression can hide one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from harness.regression.change_points import Segments, segments
+from harness.regression.verdicts import Verdict
+
+MIN_NIGHTS = 20
+MAX_NIGHTS = 90  # older ones say more about the machine than about tonight
+SUSPECT_SIGNIFICANCE = 1e-3
+ODD_NIGHT_IN_NOISE = 4.0  # robust standard deviations
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeChange:
+    """The last night's verdict. `shift` is relative, of the last level (where only the last night is odd, of that)
+    against the baseline's; `since` the index of the night from which on the level was another one."""
+
+    verdict: Verdict
+    shift: float = 0.0
+    since: int | None = None
+
+
+def last_night(logarithms: Sequence[float], *, accepted: int = 0) -> TimeChange:
+    """Judges the last of a series of log(seconds / canary seconds), oldest first; what was before night `accepted` is
+    no baseline any more. ValueError if a value is not finite."""
+    if len(logarithms) < MIN_NIGHTS:
+        return TimeChange(verdict="insufficient data")
+    found = segments(logarithms)
+    if (slower := _slower(found, accepted, "regressed")) is not None:
+        return slower
+    # Now the last level is the fastest since the accepted night, or close to it.
+    if len(found.starts) > 1 and found.starts[-1] > accepted and found.levels[-1] < found.levels[-2]:
+        shift = math.expm1(found.levels[-1] - found.levels[-2])
+        return TimeChange(verdict="improved", shift=shift, since=found.starts[-1])
+    if (slower := _slower(segments(logarithms, significance=SUSPECT_SIGNIFICANCE), accepted, "suspect")) is not None:
+        return slower
+    oddity = logarithms[-1] - found.levels[-1]
+    if oddity > max(found.least_move, ODD_NIGHT_IN_NOISE * found.noise):
+        return TimeChange(verdict="suspect", shift=math.expm1(oddity), since=len(logarithms) - 1)
+    return TimeChange(verdict="ok", shift=math.expm1(oddity))
+
+
+def _slower(found: Segments, accepted: int, verdict: Verdict) -> TimeChange | None:
+    """The change that the last level is slower by than the fastest since the accepted night, if it is."""
+    ends = (*found.starts[1:], math.inf)
+    counted = [index for index, end in enumerate(ends) if end > accepted]
+    fastest = min(counted, key=lambda index: found.levels[index])
+    move = found.levels[-1] - found.levels[fastest]
+    if move <= found.least_move:
+        return None
+    return TimeChange(verdict=verdict, shift=math.expm1(move), since=found.starts[fastest + 1])

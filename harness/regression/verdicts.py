@@ -1,0 +1,35 @@
+"""Verdicts: what the gate says of a case, and how bad that is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Verdict = Literal[
+    "parity failed", "failed", "regressed", "suspect", "environment shift", "improved", "insufficient data", "ok"
+]
+"""From the worst on. `suspect` is slower by what may yet be chance; an `environment shift` moved together with software
+that is not ours to judge; `failed` had a result before it could be judged at all."""
+
+RED: frozenset[str] = frozenset({"parity failed", "failed", "regressed"})
+MOVED: frozenset[str] = frozenset({"regressed", "environment shift", "improved"})  # what `meshmark accept` is for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What one figure of a case says, in one sentence. `figure` is a metric's name, or `status`; `shift` is relative
+    (0.05 is 5 % more than the baseline or the accepted value), `since` the suite run that was the first to show it."""
+
+    figure: str
+    verdict: Verdict
+    text: str
+    shift: float | None = None
+    since: str | None = None
+
+
+def worst(findings: Iterable[Finding]) -> Verdict:
+    """The verdict of the case: that of its worst finding; ok where there is none."""
+    order = get_args(Verdict)
+    verdicts: list[Verdict] = [finding.verdict for finding in findings]
+    return min(verdicts, key=order.index, default="ok")

@@ -1,0 +1,46 @@
+"""Runs of cases for the gate's tests: nights of one suite on one machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from harness.regression.history import CaseRun
+
+FIRST_NIGHT = 1_893_456_000.0
+DAY = 86_400.0
+BYTES = "communication.bytes_per_step"
+
+
+def case_run(
+    night: int = 0, seconds: float = 0.1, *, metrics: dict[str, float] | None = None, **fields: Any
+) -> CaseRun:
+    """One case in the suite run of a night; the canary takes 10 ms."""
+    given: dict[str, Any] = {
+        "case_id": "native.ddp-data2-0",
+        "suite_run": f"smoke-{night:02}",
+        "suite": "smoke",
+        "started": FIRST_NIGHT + night * DAY,
+        "name": "native.ddp data=2",
+        "implementation": "native.ddp",
+        "workload": "gpt",
+        "precision": "fp32",
+        "status": "ok",
+        "reason": "",
+        "explanation": "",
+        "device": "cpu",
+        "machine": "m1",
+        "environment": "e1",
+        "commit": "c0ffee00",
+        "versions": {"torch": "2.13.0"},
+        "metrics": {"step.median_seconds": seconds, "canary.seconds": 0.01, BYTES: 1000.0, **(metrics or {})},
+    }
+    return CaseRun(**{**given, **fields})
+
+
+def nights(levels: Sequence[float], seed: int = 0, **fields: Any) -> list[CaseRun]:
+    """One run a night, at each of the relative levels, with noise of 0.3 %."""
+    noise = np.random.default_rng(seed).normal(1.0, 0.003, len(levels))
+    return [case_run(night, 0.1 * level * noise[night], **fields) for night, level in enumerate(levels)]

@@ -1,0 +1,139 @@
+"""The gate as a person meets it, on a real store: run, check, accept, and one byte too many."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import cli, tracking
+from harness.case import Case
+from harness.layout import Layout
+from harness.regression.history import from_results, from_store
+from harness.result import Result, append, read
+
+NIGHT = 1_893_456_000.0
+BYTES = "communication.bytes_per_step"
+ENVIRONMENT = {
+    "device": {"kind": "cpu"},
+    "machine_fingerprint": "m1",
+    "environment_fingerprint": "e1",
+    "torch": "2.13.0",
+    "threads_per_rank": 1,
+    "libraries": {"deepspeed": "0.19.8"},
+    "commit": "c0ffee",
+    "canary": {"seconds": 0.01, "matmul_seconds": 0.005},
+}
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_store: Path) -> None:
+    """A directory with an empty store, where a newcomer has it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+
+
+def results_of(night: int, **changes: Any) -> Path:
+    """A results directory with one case."""
+    directory = Path(f"night-{night}")
+    directory.mkdir()
+    given = {
+        "case": Case(workload="gpt", implementation="native.ddp", layout=Layout(data=2), precision="fp64"),
+        "status": "ok",
+        "environment": ENVIRONMENT,
+        "metrics": {"step.median_seconds": 0.1, BYTES: 1000.0},
+        "samples": {"losses": [3.0, 2.5], "step_seconds": [[0.1], [0.1]]},
+        "suite": "smoke",
+        "suite_run": f"smoke-{night}",
+        "started": NIGHT + night,
+        "duration_seconds": 1.0,
+    }
+    append(directory, Result(**{**given, **changes}))
+    return directory
+
+
+def uploaded(night: int, **changes: Any) -> Path:
+    directory = results_of(night, **changes)
+    assert tracking.upload(directory).failed == 0
+    return directory
+
+
+def case_tags() -> dict[str, dict[str, Any]]:
+    return {run["tags.meshmark.suite_run"]: run for run in tracking.read_runs("meshmark/gpt")}
+
+
+def test_a_run_is_the_same_from_the_store_and_from_its_directory() -> None:
+    directory = uploaded(1)
+    (stored,) = from_store(tracking.read_runs(suite="smoke"))
+    (found,) = from_results(read(directory), directory)
+    assert stored.run_id
+    assert replace(stored, run_id="") == found
+    assert found.relative_seconds == pytest.approx(10.0)
+    assert (found.machine, found.environment, found.commit, found.device) == ("m1", "e1", "c0ffee", "cpu")
+    assert found.versions == {"deepspeed": "0.19.8", "torch": "2.13.0", "threads_per_rank": "1"}
+    assert found.metrics["loss"] == 2.5
+    assert from_store(tracking.read_runs(suite="peers")) == []
+
+
+def test_from_the_first_night_to_an_accepted_change(capsys: pytest.CaptureFixture[str]) -> None:
+    first = uploaded(1)
+    assert cli.main(["check"]) == 0
+    shown = capsys.readouterr().out
+    assert "insufficient data" in shown
+    assert "1 with exact figures that nothing is held against yet" in shown
+
+    assert cli.main(["accept"]) == 0
+    assert f"native.ddp data=2: {BYTES} - -> 1,000" in capsys.readouterr().out
+    (_, *lines) = Path("accepted/smoke.txt").read_text().splitlines()
+    assert [line.split()[1:] for line in lines] == [["cpu", BYTES, "1000"], ["cpu", "loss", "2.5"]]
+    assert "tags.accepted" in case_tags()["smoke-1"]
+
+    uploaded(2, metrics={"step.median_seconds": 0.1, BYTES: 1001.0})
+    assert cli.main(["check", "--format", "json"]) == 1
+    data = json.loads(capsys.readouterr().out)
+    assert (data["suite_run"], data["red"], data["cases"][0]["verdict"]) == ("smoke-2", True, "regressed")
+    assert case_tags()["smoke-2"]["tags.verdict"] == "regressed"
+    assert cli.main(["check", "--suite-run", "smoke-1", "--no-upload"]) == 0
+    assert case_tags()["smoke-1"]["tags.verdict"] == "insufficient data"
+    tracking.upload(first)
+    assert case_tags()["smoke-1"]["tags.verdict"] == "insufficient data", "an upload of the same leaves it"
+
+    assert cli.main(["accept", "--only", "native.ddp"]) == 0
+    assert cli.main(["accept"]) == 0
+    assert "nothing to accept" in capsys.readouterr().out
+    assert cli.main(["check"]) == 0
+    capsys.readouterr()
+
+    diverged = results_of(3, status="parity failed", reason="gradients are not reduced")
+    assert cli.main(["check", "--results", str(diverged), "--format", "markdown"]) == 1
+    page = capsys.readouterr().out
+    assert page.startswith("**RED: smoke-3: 1 parity failed**")
+    assert "gradients are not reduced" in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["check"], "mlflow.db: expected at least one suite run, found none; `meshmark run` makes one"),
+        (["check", "--results", "nowhere"], "nowhere: expected a results directory with results.jsonl, found none"),
+        (["accept", "--results", "night-1", "--only", "x"], "--only x: expected part of one of 1 cases' names"),
+        (
+            ["check", "--results", "night-1", "--suite-run", "smoke-9"],
+            "--suite-run smoke-9: expected one of night-1, the latest of which are smoke-1",
+        ),
+        (["check", "--results", "night-1", "--accepted", "broken"], "broken/smoke.txt, line 1: expected `case device"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    results_of(1)
+    Path("broken").mkdir()
+    Path("broken/smoke.txt").write_text("nonsense\n")
+    assert cli.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert expected in captured.err
+    assert captured.err.count("\n") == 1

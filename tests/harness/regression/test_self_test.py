@@ -1,0 +1,53 @@
+"""The self-test: a sound gate passes it, and one that never or always alarms does not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from harness.regression import self_test
+from harness.regression.check_report import self_test_lines
+from harness.regression.time_history import TimeChange
+from harness.regression.verdicts import Verdict
+
+
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kind of noise, no slow ones."""
+    monkeypatch.setattr(self_test, "NOISES", {"normal": self_test.NOISES["normal"]})
+    monkeypatch.setattr(self_test, "SLOWDOWNS", (0.1,))
+
+
+def test_the_gate_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    few(monkeypatch)
+    tested = self_test.self_test(num_series=2, seed=1)
+    assert tested.failures == []
+    (quiet,), (power,) = tested.false_alarms, tested.powers
+    assert (quiet.num_nights, quiet.regressed) == (2 * 71, 0.0)
+    # Two draws of 2 % differ by more than 5 % on one side in one of 26 nights.
+    assert 10 < quiet.last_night_rule < 120
+    assert power.found == 1.0
+    assert power.median_delay_nights is not None
+    assert 3 <= power.median_delay_nights <= 10
+    assert "finds what did" in self_test_lines(tested)[-1]
+
+
+@pytest.mark.parametrize(("verdict", "complaint"), [("ok", "was found in 0%"), ("regressed", "false alarms in 1,000")])
+def test_a_broken_gate_does_not(monkeypatch: pytest.MonkeyPatch, verdict: Verdict, complaint: str) -> None:
+    few(monkeypatch)
+
+    def broken(logarithms: Sequence[float], *, accepted: int = 0) -> TimeChange:
+        return TimeChange(verdict=verdict)
+
+    monkeypatch.setattr(self_test, "last_night", broken)
+    failures = self_test.self_test(num_series=1).failures
+    assert [complaint in failure for failure in failures] == [True]
+    assert "FAILED: " in "\n".join(self_test_lines(self_test.self_test(num_series=1)))
+
+
+@pytest.mark.parametrize("name", self_test.NOISES)
+def test_noises_are_as_large_as_stated(name: str) -> None:
+    random = np.random.default_rng(0)
+    nights = np.concatenate([self_test.NOISES[name](random) for _ in range(200)])
+    assert np.std(nights) == pytest.approx(self_test.NOISE, rel=0.2)

@@ -1,0 +1,91 @@
+"""The last night against those before: what counts as slower, since when, and what was accepted."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from harness.regression.time_history import MIN_NIGHTS, TimeChange, last_night
+
+
+def nights(*levels: tuple[int, float], noise: float = 0.003, seed: int = 0) -> list[float]:
+    """So many nights at each relative level."""
+    clean = np.concatenate([np.full(count, math.log(level)) for count, level in levels])
+    return (clean + np.random.default_rng(seed).normal(0.0, noise, len(clean))).tolist()
+
+
+def test_too_few_nights_say_nothing() -> None:
+    assert last_night(nights((15, 1.0), (4, 2.0))).verdict == "insufficient data"
+    assert last_night(nights((10, 1.0), (MIN_NIGHTS - 10, 2.0))).verdict == "regressed"
+
+
+def test_a_slowdown_is_a_regression_since_its_first_night() -> None:
+    change = last_night(nights((40, 1.0), (10, 1.05)))
+    assert (change.verdict, change.since) == ("regressed", 40)
+    assert change.shift == pytest.approx(0.05, abs=0.005)
+
+
+def test_nothing_new_is_ok() -> None:
+    assert last_night(nights((60, 1.0))).verdict == "ok"
+
+
+def test_faster_is_an_improvement_and_still_is_after_weeks() -> None:
+    for count in (10, 30):
+        change = last_night(nights((40, 1.0), (count, 0.9)))
+        assert (change.verdict, change.since) == ("improved", 40)
+        assert change.shift == pytest.approx(-0.1, abs=0.005)
+
+
+def test_half_of_a_regression_taken_back_is_half_a_regression() -> None:
+    change = last_night(nights((15, 1.0), (10, 1.1), (10, 1.05)))
+    assert (change.verdict, change.since) == ("regressed", 15)
+    assert change.shift == pytest.approx(0.05, abs=0.005)
+
+
+def test_all_of_it_taken_back_is_none() -> None:
+    assert last_night(nights((15, 1.0), (10, 1.1), (10, 1.0))).verdict == "improved"
+
+
+def test_an_improvement_lost_is_a_regression() -> None:
+    assert last_night(nights((15, 1.0), (10, 0.9), (10, 1.0))).verdict == "regressed"
+
+
+def test_a_creep_in_two_steps_counts_from_its_beginning() -> None:
+    change = last_night(nights((30, 1.0), (20, 1.03), (20, 1.06)))
+    assert (change.verdict, change.since) == ("regressed", 30)
+    assert change.shift == pytest.approx(0.06, abs=0.005)
+
+
+def test_what_was_accepted_is_the_baseline() -> None:
+    slower = nights((40, 1.0), (20, 1.1))
+    assert last_night(slower, accepted=39).verdict == "regressed"
+    assert last_night(slower, accepted=41).verdict == "ok"
+    again = last_night([*slower, *nights((15, 1.2), seed=1)], accepted=41)
+    assert (again.verdict, again.since) == ("regressed", 60)
+    assert again.shift == pytest.approx(1.2 / 1.1 - 1, abs=0.005)
+
+
+def test_one_odd_night_is_suspect_and_no_more() -> None:
+    change = last_night([*nights((40, 1.0)), math.log(1.3)])
+    assert (change.verdict, change.since) == ("suspect", 40)
+    assert change.shift == pytest.approx(0.3, abs=0.01)
+    assert last_night([*nights((40, 1.0)), math.log(1.3), 0.0]).verdict == "ok"
+    assert last_night([*nights((40, 1.0)), math.log(0.7)]).verdict == "ok", "faster by chance is nobody's trouble"
+
+
+def test_what_may_yet_be_chance_is_suspect() -> None:
+    """Three slow nights of 31: of 4,495 orders two have them at an end, which is more than one in 10,000."""
+    change = last_night(nights((28, 1.0), (3, 1.04)))
+    assert (change.verdict, change.since) == ("suspect", 28)
+    assert last_night(nights((28, 1.0), (6, 1.04))).verdict == "regressed", "two in 1,344,904"
+
+
+def test_a_value_that_is_no_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="finite"):
+        last_night([math.inf] * MIN_NIGHTS)
+
+
+def test_equal_nights_are_ok() -> None:
+    assert last_night([0.0] * 30) == TimeChange(verdict="ok")
