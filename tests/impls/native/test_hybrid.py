@@ -4,7 +4,6 @@ refuses."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,10 +17,10 @@ from harness.measure import communication
 from harness.measure.memory import MemoryReport
 from harness.measure.predicted_memory import registry
 from tests.conftest import parity_case
-from tests.impls.test_figures import Instrumented, work_of
+from tests.impls.test_figures import work_of
 
 if TYPE_CHECKING:
-    from tests.conftest import Worlds
+    from tests.conftest import Instrumented, Worlds
 
 CUBE = Layout(data=2, tensor=2, pipeline=2)
 GPT = "gpt:size=tiny,tied=true,num_micro_batches=4,clip_norm=0.5"
@@ -66,27 +65,33 @@ def test_low_precision_stays_within_its_envelope(worlds: Worlds, precision: str)
     assert parity.ok, parity.explanation
 
 
-@pytest.fixture(scope="module")
-def instrumented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instrumented]:
-    ranks = Instrumented(tmp_path_factory.mktemp("instrumented"))
-    yield ranks
-    ranks.close()
+_SPLIT, _CHECKPOINTED = "num_micro_batches=2", "clip_norm=0.5,activation_checkpointing=true"
+_SEQUENCE_PARALLEL = {"sequence_parallel": True}
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("recipe", "options"),
     [
-        {},
-        {"stage": 1, "sequence_parallel": True},
-        {"stage": 2, "transport": "shared_memory"},
-        {"stage": 3},
-        {"stage": 3, "sequence_parallel": True, "transport": "shared_memory"},
+        (_CHECKPOINTED, {}),
+        (_SPLIT, {"stage": 1, **_SEQUENCE_PARALLEL}),
+        (_SPLIT, {"stage": 2, "transport": "shared_memory"}),
+        (_SPLIT, {"stage": 3}),
+        (_CHECKPOINTED, {"stage": 3, "transport": "shared_memory", **_SEQUENCE_PARALLEL}),
+        *(
+            pytest.param(recipe, options, marks=pytest.mark.exhaustive)
+            for recipe, options in (
+                (_SPLIT, {}),
+                (_CHECKPOINTED, {"stage": 1, **_SEQUENCE_PARALLEL}),
+                (_CHECKPOINTED, {"stage": 2, "transport": "shared_memory"}),
+                (_CHECKPOINTED, {"stage": 3}),
+                (_SPLIT, {"stage": 3, "transport": "shared_memory", **_SEQUENCE_PARALLEL}),
+            )
+        ),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("recipe", ["num_micro_batches=2", "clip_norm=0.5,activation_checkpointing=true"])
 def test_bytes_and_states_are_the_closed_forms(
-    instrumented: Instrumented, options: dict[str, Any], recipe: str
+    instrumented: Instrumented, recipe: str, options: dict[str, Any]
 ) -> None:
     """Of each axis, over the slices of the other."""
     case = Case(
