@@ -21,8 +21,8 @@ nox.options.sessions = ["smoke", "tests", "lint"]
 ENVIRONMENT = Path(".venv")
 COMMANDS = ENVIRONMENT / "bin"
 EXTRAS = ("hf", "lint", "test")
-# Each process begins with its own half of the tests, in order, so that neighbours share their worlds of ranks; whoever is
-# done first helps the other. One alone leaves processors idle: it waits for processes to start and for deadlines.
+# Each process begins with its own half of the tests, in order, so that neighbours share their worlds of ranks; whoever
+# is done first helps the other. One alone leaves processors idle: it waits for processes to start and for deadlines.
 SIDE_BY_SIDE = ("--numprocesses", "2", "--dist", "worksteal")
 INSTALLED_FROM = ("pyproject.toml", "constraints.txt")
 
