@@ -140,6 +140,14 @@ def try_one(
         typer.Option("--option", "-o", metavar="K=V", help="An option of the implementation; may be repeated."),
     ] = None,
     steps: Annotated[int, _count("Timed steps; 0 checks parity alone.")] = 10,
+    nodes: Annotated[int, _count("Emulated nodes that the ranks are spread over.")] = 1,
+    link_mbits: Annotated[
+        float | None, typer.Option(metavar="MBITS", help="The rate of each node's link; unshaped by default.")
+    ] = None,
+    delay_ms: Annotated[float, typer.Option(metavar="MS", help="The delay between two nodes.")] = 0.0,
+    placement: Annotated[str, typer.Option(help="contiguous fills a node before the next; scattered deals out.")] = (
+        "contiguous"
+    ),
     results: ResultsOption = None,
     as_json: JsonOption = False,
     no_upload: NoUploadOption = False,
@@ -151,17 +159,24 @@ def try_one(
     [bold]meshmark try native.ddp --data 4 --option reduction=ring --workload gpt:tied=true --precision fp64[/]
 
     [bold]meshmark try torch.ddp --data 2 --workload my_workload.py:sine --steps 50[/]
+
+    [bold]meshmark try native.zero --data 4 --nodes 2 --link-mbits 200[/]
     """
     from harness import suite_run, validation
     from harness.case import Case, Measurement, Suite
     from harness.layout import Layout
+    from harness.topology import Topology
 
     with _bad_input():
         measurement = Measurement(timed_steps=steps)
+        layout = Layout(data=data, shard=shard, tensor=tensor, pipeline=pipeline)
         tried = Case(
             workload=workload,
             implementation=implementation,
-            layout=Layout(data=data, shard=shard, tensor=tensor, pipeline=pipeline),
+            layout=layout,
+            topology=None
+            if (nodes, link_mbits, delay_ms) == (1, None, 0.0)
+            else Topology.of(layout.world_size, nodes, link_mbits=link_mbits, delay_ms=delay_ms, placement=placement),
             options=validation.options_from(_options(option or []), implementation),
             precision=precision,
             measurement=measurement,

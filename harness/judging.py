@@ -7,7 +7,7 @@ from dataclasses import replace
 from harness import models
 from harness.case import Case
 from harness.explanation import explain
-from harness.launch.local import OnProgress
+from harness.launch.watched import OnProgress
 from harness.measured_case import MeasuredCase
 from harness.parity import compare
 from harness.references import References, lane_of

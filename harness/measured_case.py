@@ -19,9 +19,11 @@ import torch
 from harness import implementation, models
 from harness.case import Case
 from harness.code_change import num_changed_lines
+from harness.launch import emulated
+from harness.launch.emulated import EmulatedNodes
 from harness.launch.failure import LaunchFailed
 from harness.launch.local import LocalLaunch
-from harness.measure import communication, memory, pipeline
+from harness.measure import communication, links, memory, pipeline
 from harness.measure.predicted_memory import predicted, registry
 from harness.measure.timing import model_flops_utilisation, time_metrics
 from harness.rank_records import assemble
@@ -47,6 +49,7 @@ class MeasuredCase:
     started: float = field(default_factory=time.time)
     seconds: float = 0.0
     launch: LocalLaunch | None = None
+    nodes: EmulatedNodes | None = None
     failure: LaunchFailed | None = None
     status: Status = "ok"
     reason: str | None = None
@@ -75,11 +78,15 @@ class MeasuredCase:
             self.status, self.reason = "unavailable", reason
         elif reason := kind.unsupported(workload, self.case.layout, torch.device(self.device), self.case.options):
             self.status, self.reason = "unsupported", reason
-        elif reason := self._unprepared(kind):
+        elif reason := self._without_nodes() or self._unprepared(kind):
             self.status, self.reason = "unavailable", reason
         elif self.case.role == "peer" and (num_lines := num_changed_lines(kind)) is not None:
             # Ours are libraries: their lines are not what a user would change.
             self.metrics["code.changed_lines"] = num_lines
+
+    def _without_nodes(self) -> str | None:
+        """Why the nodes of the topology cannot be had here, or None."""
+        return emulated.unavailable(self.case.placed) if self._is_emulated else None
 
     def _unprepared(self, kind: type[implementation.Implementation]) -> str | None:
         """Prepares this machine, outside every deadline; the first line of what went wrong, or None."""
@@ -92,11 +99,15 @@ class MeasuredCase:
     def start(self) -> None:
         """The clean launch, as far as its first timed window: built, held against the reference, warmed up."""
         measurement = self.case.measurement
+        if self._is_emulated:
+            self.nodes = EmulatedNodes(self.case.placed)
         self.launch = self._launch("timed", instrumented=False)
+        if self.nodes is not None:
+            self._measure_links(self.nodes)
         self.environment = self._command("environment")[0]
         facts = self._command("build")[0]
         # Only now is it known which libraries the rank has imported.
-        self.environment = {**self._command("environment")[0], "facts": facts}
+        self.environment = {**self._command("environment")[0], "facts": facts, "emulated": self._is_emulated}
         if measurement.parity_steps and self.case.role != "floor":
             tensors = self.scratch / f"{self.case.id}.pt"
             records = self._command("parity", num_steps=measurement.parity_steps, path=str(tensors))
@@ -110,7 +121,11 @@ class MeasuredCase:
     def time_one_round(self) -> None:
         """One window of timed steps."""
         assert self.launch is not None
+        sent_before = self.nodes.sent_bytes() if self.nodes else []
         answers = self._command("time_steps", num_steps=self.case.measurement.timed_steps)
+        if self.nodes is not None:
+            sent = [after - before for after, before in zip(self.nodes.sent_bytes(), sent_before, strict=True)]
+            self.samples.setdefault("node_wire_bytes", []).append(sent)
         for seconds, answer in zip(self.samples["step_seconds"], answers, strict=True):
             seconds.extend(answer["step_seconds"])
         self.samples["cpu_seconds"].append([answer["cpu_seconds"] for answer in answers])
@@ -128,6 +143,10 @@ class MeasuredCase:
         self.launch = None
         if not self.case.measurement.timed_steps:
             return
+        if "node_wire_bytes" in self.samples:
+            of_nodes = [sum(rounds) for rounds in zip(*self.samples["node_wire_bytes"], strict=True)]
+            num_steps = self.case.measurement.timed_steps * len(self.samples["node_wire_bytes"])
+            self.metrics["communication.node_wire_bytes_per_step"] = max(of_nodes) / num_steps
         workload = models.load(self.case.workload)
         cpu_seconds = [sum(of_rank) for of_rank in zip(*self.samples["cpu_seconds"], strict=True)]
         self.metrics |= time_metrics(self.samples["step_seconds"], cpu_seconds, self.samples["tokens"], workload.unit)
@@ -216,6 +235,9 @@ class MeasuredCase:
         if self.launch is not None:
             self.launch.kill()
             self.launch = None
+        if self.nodes is not None:
+            self.nodes.close()
+            self.nodes = None
 
     def result(self, suite: str, suite_run: str) -> Result:
         """What became of it. A figure that is not finite is no measurement: it is left out, and the case has failed."""
@@ -240,6 +262,29 @@ class MeasuredCase:
             duration_seconds=self.seconds,
         )
 
+    @property
+    def _is_emulated(self) -> bool:
+        return self.case.placed.num_nodes > 1
+
+    def _measure_links(self, nodes: EmulatedNodes) -> None:
+        """Before anything else: the links beside what the topology says of them. LaunchFailed where they differ."""
+        topology = self.case.placed
+        payload = links.payload_bytes(topology)
+        self.on_phase("measuring links", 0, 1)
+        before = nodes.sent_bytes()
+        answers = self._command("all_reduce_seconds", num_bytes=payload, num_repeats=links.NUM_REPEATS)
+        sent = [after - start for after, start in zip(nodes.sent_bytes(), before, strict=True)]
+        # The one that does not count is among the bytes.
+        sent = [num_bytes * links.NUM_REPEATS // (links.NUM_REPEATS + 1) for num_bytes in sent]
+        mbits = links.carried_mbits([max(of_ranks) for of_ranks in zip(*answers, strict=True)], sent)
+        far_apart = (0, next(rank for rank in range(topology.world_size) if topology.node_of(rank) == 1))
+        trips = self._command("round_trip_seconds", ranks=far_apart, num_repeats=links.NUM_ROUND_TRIPS)
+        delay = links.one_way_ms(trips[0])
+        self.metrics |= {"topology.measured_link_mbits": mbits, "topology.measured_delay_ms": delay}
+        self.metrics["topology.wire_bytes_per_payload"] = max(sent) / links.NUM_REPEATS / payload
+        if reason := links.mismatch(topology, mbits, delay):
+            raise LaunchFailed("topology mismatch", reason)
+
     def _launch(self, name: str, *, instrumented: bool) -> LocalLaunch:
         weights = self.references.weights(self.case.workload)
         self.on_phase("starting ranks", 0, self.case.world_size)
@@ -251,6 +296,7 @@ class MeasuredCase:
             device=self.device,
             instrumented=instrumented,
             deadline_seconds=self.case.deadline_seconds,
+            nodes=self.nodes,
         )
 
     def _command(self, name: str, **arguments: Any) -> list[Any]:

@@ -12,7 +12,8 @@ import torch
 from harness import models
 from harness.case import Case
 from harness.launch.failure import LaunchFailed
-from harness.launch.local import LocalLaunch, OnProgress
+from harness.launch.local import LocalLaunch
+from harness.launch.watched import OnProgress
 from harness.layout import Layout
 from harness.parity import Tolerance
 from harness.rank_records import assemble

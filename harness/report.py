@@ -85,6 +85,12 @@ def _label(result: Result) -> str:
     return result.case.label + (" (floor)" if result.case.role == "floor" else "")
 
 
+def _where(result: Result) -> str:
+    """The layout, and the nodes where there are several."""
+    case = result.case
+    return str(case.layout) if case.placed.num_nodes == 1 else f"{case.layout}, {case.placed}"
+
+
 def _in_flight(result: Result) -> str:
     """Measured / by theory."""
     names = ("pipeline.in_flight_micro_batches", "pipeline.predicted_in_flight_micro_batches")
@@ -105,7 +111,7 @@ def columns(results: Sequence[Result]) -> tuple[Column, ...]:
     unit, has_pipeline = unit_of(results), any(result.case.layout.pipeline > 1 for result in results)
     return (
         Column(header="implementation", cell=_label, numeric=False),
-        Column(header="layout", cell=lambda result: str(result.case.layout), numeric=False),
+        Column(header="layout", cell=_where, numeric=False),
         Column(header=f"{unit}/s", cell=_metric(f"throughput.{unit}_per_second")),
         Column(header="step ms", cell=_metric("step.median_seconds", 1e3)),
         Column(header="peak MiB", cell=_metric("memory.peak_allocated_bytes.max_rank", 1 / _MIB)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 Placement = Literal["contiguous", "scattered"]
 
@@ -19,6 +19,13 @@ class Topology:
     delay_ms: float = 0.0
     placement: Placement = "contiguous"
 
+    @classmethod
+    def of(cls, world_size: int, num_nodes: int, **links: Any) -> Topology:
+        """`world_size` ranks spread evenly over the nodes. ValueError where that cannot be."""
+        if num_nodes < 1 or world_size % num_nodes:
+            raise ValueError(f"topology: {world_size} ranks cannot be spread evenly over {num_nodes} nodes")
+        return cls(num_nodes=num_nodes, ranks_per_node=world_size // num_nodes, **links)
+
     def __post_init__(self) -> None:
         for name in ("num_nodes", "ranks_per_node"):
             value = getattr(self, name)
@@ -28,6 +35,10 @@ class Topology:
             raise ValueError(f"topology: link_mbits must be above 0, got {self.link_mbits!r}")
         if not self.delay_ms >= 0:
             raise ValueError(f"topology: delay_ms must be 0 or more, got {self.delay_ms!r}")
+        if self.num_nodes == 1 and (self.link_mbits is not None or self.delay_ms):
+            raise ValueError(
+                f"topology: one node has no link to another, got link_mbits {self.link_mbits}, delay_ms {self.delay_ms}"
+            )
         if self.placement not in get_args(Placement):
             raise ValueError(f"topology: placement must be one of {get_args(Placement)}, got {self.placement!r}")
 

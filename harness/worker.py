@@ -27,7 +27,7 @@ from harness import environment, implementation, models
 from harness.case import Case
 from harness.launch.failure import Report
 from harness.launch.fork_server import tie_to_server
-from harness.launch.local import Job
+from harness.launch.watched import JOIN_SECONDS, Job
 from harness.measure.communication import StepRecord
 from harness.measure.communication_recorder import CommunicationRecorder
 from harness.measure.memory import NUM_WARM_UP_STEPS, MemoryRecorder, MemoryReport
@@ -43,10 +43,10 @@ _STATIONARY_WITHIN = 0.1
 _GRADIENT_STEPS = 2
 
 
-def main(channel: connection.Connection, job: Job) -> None:
-    """Runs in the rank's process until it is told to exit."""
+def main(channel: connection.Connection, job: Job, tie: Callable[[], None] = tie_to_server) -> None:
+    """Runs in the rank's process until it is told to exit; `tie` makes the process end with what has started it."""
     try:
-        _settle(job)
+        _settle(job, tie)
         worker = Worker(job, lambda *progress: channel.send(("progress", progress)))
         while (request := _next_request(channel)) is not None:
             name, arguments = request
@@ -86,9 +86,9 @@ class Worker:
         self.device = torch.device(job.device)
         if job.device == "cuda":
             num_devices = torch.cuda.device_count()
-            if job.rank >= num_devices:
+            if job.local_rank >= num_devices:
                 raise ValueError(f"rank {job.rank} needs a CUDA device of its own, this machine has {num_devices}")
-            self.device = torch.device("cuda", job.rank)
+            self.device = torch.device("cuda", job.local_rank)
             torch.cuda.set_device(self.device)  # events, streams and NCCL go by the current device
         self.recorder = CommunicationRecorder() if job.instrumented else None
         self.implementation: implementation.Implementation | None = None
@@ -98,7 +98,7 @@ class Worker:
         if self.recorder is not None:
             install(self.recorder, real_backend=real_backend)
         world_size = Case.from_json(job.case).world_size
-        store = dist.FileStore(str(job.rendezvous), world_size)  # type: ignore[attr-defined,unused-ignore]
+        store = _store(job, world_size)
         store.set_timeout(self._timeout)
         dist.init_process_group(
             real_backend if self.recorder is None else BACKEND_NAME,
@@ -176,6 +176,34 @@ class Worker:
             full = {"starting_parameters": starting_parameters, "parameters": parameters, "buffers": buffers}
             torch.save({**full, "gradients": gradients}, path)
         return record
+
+    def all_reduce_seconds(self, num_bytes: int, num_repeats: int) -> list[float]:
+        """Seconds of each of some all-reduces of `num_bytes` over all ranks, on the harness' own group; one more, which
+        does not count, goes before them."""
+        payload = torch.ones(max(1, num_bytes // 4))
+        seconds = []
+        for _ in range(num_repeats + 1):
+            dist.barrier(group=self.control)
+            began = time.perf_counter()
+            dist.all_reduce(payload, group=self.control)
+            seconds.append(time.perf_counter() - began)
+        return seconds[1:]
+
+    def round_trip_seconds(self, ranks: tuple[int, int], num_repeats: int) -> list[float]:
+        """Seconds of each of some messages of a few bytes from the first of two ranks to the second and back; none on
+        the others."""
+        message, seconds = torch.zeros(1), []
+        here, there = ranks
+        for _ in range(num_repeats):
+            began = time.perf_counter()
+            if self.job.rank == here:
+                dist.send(message, there, group=self.control)
+                dist.recv(message, there, group=self.control)
+                seconds.append(time.perf_counter() - began)
+            elif self.job.rank == there:
+                dist.recv(message, here, group=self.control)
+                dist.send(message, here, group=self.control)
+        return seconds
 
     def replica_checksum(self) -> str:
         """A digest of everything this rank must hold in common with the others of its data axis."""
@@ -357,14 +385,29 @@ def _is_stationary(seconds: list[float]) -> bool:
     return len(seconds) >= 3 and max(seconds) <= min(seconds) * (1.0 + _STATIONARY_WITHIN)
 
 
-def _settle(job: Job) -> None:
+def _store(job: Job, world_size: int) -> Any:
+    """Where the ranks meet: a file of theirs, or what torchrun's agents keep for its workers."""
+    if job.rendezvous is not None:
+        return dist.FileStore(str(job.rendezvous), world_size)  # type: ignore[attr-defined,unused-ignore]
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    timeout = timedelta(seconds=JOIN_SECONDS)
+    agents = TCPStore(address, port, is_master=False, timeout=timeout)
+    return PrefixStore("meshmark", agents)
+
+
+def _settle(job: Job, tie: Callable[[], None]) -> None:
     """Makes this process a rank: its own session and log, ended when the harness ends."""
-    # What the fork server has loaded is never garbage: without it a collection takes a millisecond, not a third of a
-    # second, and copies none of the pages that the ranks share.
+    # What has been loaded by now, by the fork server for the most part, is never garbage: without it a collection takes
+    # a millisecond, not a third of a second, and copies none of the pages that ranks share.
     gc.freeze()
-    os.setsid()
+    if os.getsid(0) != os.getpid():
+        os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    tie_to_server()
+    tie()
+    if job.network is not None:
+        job.network.enter()  # before anything makes a thread or a socket
     log = _open_anew(job.log)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -22,7 +22,7 @@ from harness.environment import MALLOC_SETTINGS
 
 # torch's optimizers import torch._dynamo when the first of them is made, which takes a rank a second or two.
 _PRELOADED = ["harness.worker", "torch._dynamo"]
-_ENVIRONMENT = {**MALLOC_SETTINGS, "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "6"}
+RANK_ENVIRONMENT = {**MALLOC_SETTINGS, "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "6"}
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 _starting = threading.Lock()  # starting a process changes what belongs to this whole process: environment, __main__
@@ -37,7 +37,7 @@ class Fork:
         self.process = context.Process(target=target, args=(there, argument), name=name, daemon=True)
         with there, _starting, _without_main_module():
             context.set_forkserver_preload(_PRELOADED)
-            with _environment(_ENVIRONMENT):
+            with _environment(RANK_ENVIRONMENT):
                 forkserver.ensure_running()
             self.process.start()
 
@@ -53,13 +53,34 @@ class Fork:
         if self.process.is_alive():
             self.process.kill()
 
-    def state(self) -> str:
-        """The letter of proc(5): `T` is stopped; `?` where the system does not tell."""
-        try:
-            with open(f"/proc/{self.pid}/stat") as file:  # noqa: PTH123  not a path on a disk
-                return file.read().rpartition(")")[2].split()[0]
-        except (OSError, IndexError):
-            return "?"
+    @property
+    def exit_code(self) -> int | None:
+        return self.process.exitcode
+
+    @property
+    def ends(self) -> Any:
+        return self.process.sentinel
+
+    def is_alive(self) -> bool:
+        return self.process.is_alive()
+
+    def join(self, timeout_seconds: float) -> None:
+        self.process.join(timeout_seconds)
+
+    def is_stopped(self) -> bool:
+        return is_stopped(self.pid)
+
+    def ask_for_stack(self) -> None:
+        os.kill(self.pid, signal.SIGUSR1)
+
+
+def is_stopped(pid: int) -> bool:
+    """By the letter of proc(5); False where the system does not tell."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:  # noqa: PTH123  not a path on a disk
+            return file.read().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
 
 
 def tie_to_server() -> None:

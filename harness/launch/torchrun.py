@@ -1,0 +1,314 @@
+"""The torchrun launcher: agents, one a node, start the ranks; each rank calls back and takes commands as a local one
+does.
+
+    harness ------ commands, answers ------ rank 0, rank 1, ...
+       |                                         |
+       +-- srun, or one process a node -- torchrun's agents
+
+A rank has two lines to the harness: one for commands, and one that a thread of its own listens on, which tells a living
+rank from a stopped one, asks where it is, and ends it when the harness hangs up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from queue import Empty, Queue
+from typing import Any
+
+from harness.launch.failure import Ending, LaunchFailed
+from harness.launch.fork_server import RANK_ENVIRONMENT
+from harness.launch.watched import COLLECTIVE_MARGIN_SECONDS, JOIN_SECONDS, Job, Launch, Rank
+from harness.topology import Topology
+
+KEY_VARIABLE = "MESHMARK_KEY"
+RANK_MODULE = "harness.launch.torchrun_rank"
+_PONG_SECONDS = 1.0
+_AGENT_SECONDS = 5.0  # for the agents' own accounts of how their workers ended, and for their ends
+_LEAVING_SECONDS = 2.0  # for agents to end by themselves, once their workers have
+_EXIT_CODES = re.compile(r"rank +: (?P<rank>\d+) .*?\n +exitcode +: (?P<code>-?\d+) ")
+_TAIL_LINES = 12
+
+AgentCommands = Callable[[Sequence[str]], Sequence[Sequence[str]]]
+"""From what an agent shall run (a module and its arguments) to the commands that start all agents."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hello:
+    """How a rank introduces itself on each of its lines. `worker` is its rank in torchrun's own count."""
+
+    line: str  # "commands" or "control"
+    node: int
+    local_rank: int
+    worker: int
+    pid: int
+    host: str
+
+
+class RemoteRank:
+    """A rank that was started by somebody else, as far as its two lines tell."""
+
+    def __init__(self, hello: Hello, channel: Connection, control: Connection) -> None:
+        self.hello = hello
+        self.channel = channel
+        self.exit_code: int | None = None
+        self._control = control
+
+    @property
+    def pid(self) -> int:
+        return self.hello.pid
+
+    @property
+    def ends(self) -> Connection:
+        return self._control
+
+    def is_alive(self) -> bool:
+        return not (_has_hung_up(self.channel) or _has_hung_up(self._control))
+
+    def is_stopped(self) -> bool:
+        with contextlib.suppress(OSError, EOFError):
+            self._control.send("ping")
+            if not self._control.poll(_PONG_SECONDS):
+                return True
+            self._control.recv()
+        return False
+
+    def ask_for_stack(self) -> None:
+        self._control.send("stack")
+
+    def join(self, timeout_seconds: float) -> None:
+        until = time.monotonic() + timeout_seconds
+        while self.is_alive() and time.monotonic() < until:
+            time.sleep(0.01)
+
+    def kill(self) -> None:
+        with contextlib.suppress(OSError):
+            self._control.close()
+
+
+class TorchrunLaunch(Launch):
+    """The ranks of one case, started by torchrun's agents on the nodes of `topology`; see LocalLaunch. LaunchFailed
+    where they do not all come."""
+
+    def __init__(
+        self,
+        case: dict[str, Any],
+        topology: Topology,
+        directory: Path,
+        *,
+        agents: AgentCommands,
+        host: str | None = None,
+        weights: Path | None = None,
+        device: str = "cpu",
+        threads: int = 1,
+        instrumented: bool = False,
+        deadline_seconds: float = 300.0,
+        join_seconds: float = JOIN_SECONDS,
+    ) -> None:
+        super().__init__(deadline_seconds)
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
+        self._topology = topology
+        self._agents: list[subprocess.Popen[bytes]] = []
+        key = secrets.token_hex(16)
+        self._listener = _listener(host, topology.world_size, key)
+        self._calls: Queue[tuple[Hello, Connection]] = Queue()
+        threading.Thread(target=self._take_calls, daemon=True).start()
+        try:
+            environment = {**os.environ, **RANK_ENVIRONMENT, KEY_VARIABLE: key}
+            for number, command in enumerate(agents([RANK_MODULE, _written(self._listener.address)])):
+                with self._agent_log(number).open("wb") as log:
+                    self._agents.append(
+                        subprocess.Popen(
+                            command,
+                            stdout=log,
+                            stderr=log,
+                            stdin=subprocess.DEVNULL,
+                            env=environment,
+                            start_new_session=True,
+                        )
+                    )
+            lines = self._wait_for_ranks(join_seconds)
+            for rank in range(topology.world_size):
+                node = topology.node_of(rank)
+                local_rank = [r for r in range(topology.world_size) if topology.node_of(r) == node].index(rank)
+                hello, commands = lines["commands", node, local_rank]
+                job = Job(
+                    case=case,
+                    rank=rank,
+                    directory=directory,
+                    rendezvous=None,
+                    weights=weights,
+                    device=device,
+                    local_rank=local_rank,
+                    threads=threads,
+                    instrumented=instrumented,
+                    timeout_seconds=deadline_seconds + COLLECTIVE_MARGIN_SECONDS,
+                )
+                process = RemoteRank(hello, commands, lines["control", node, local_rank][1])
+                self._ranks.append(Rank(process=process, job=job))
+                commands.send(job)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _take_calls(self) -> None:
+        """Until the listener is closed: whoever calls with the right key, with what it says of itself."""
+        while True:
+            try:
+                line = self._listener.accept()
+                self._calls.put((line.recv(), line))
+            except OSError:
+                return  # closed
+            except Exception:
+                continue  # somebody without the key, or who hung up
+
+    def _wait_for_ranks(self, join_seconds: float) -> dict[tuple[str, int, int], tuple[Hello, Connection]]:
+        lines: dict[tuple[str, int, int], tuple[Hello, Connection]] = {}
+        until = time.monotonic() + join_seconds
+        wanted = 2 * self._topology.world_size
+        while len(lines) < wanted:
+            try:
+                hello, line = self._calls.get(timeout=0.1)
+                lines[hello.line, hello.node, hello.local_rank] = (hello, line)
+            except Empty:
+                gone = [agent.returncode for agent in self._agents if agent.poll()]
+                if gone or time.monotonic() > until:
+                    came = len({(node, local) for _, node, local in lines})
+                    why = (
+                        f"an agent left with exit code {gone[0]}"
+                        if gone
+                        else f"not all ranks joined in {join_seconds:g} s"
+                    )
+                    raise LaunchFailed(
+                        "failed" if gone else "timed out",
+                        f"{why}: {came} of {wanted // 2} ranks on {self._topology.num_nodes} nodes came",
+                        traceback=self._agent_tails(),
+                    ) from None
+        return lines
+
+    def _before_blaming(self) -> None:
+        """Waits for the agents' accounts of how their workers have ended."""
+        until = time.monotonic() + _AGENT_SECONDS
+        while time.monotonic() < until:
+            codes = self._exit_codes()
+            for rank in self._ranks:
+                process = rank.process
+                assert isinstance(process, RemoteRank)
+                process.exit_code = codes.get(process.hello.worker, process.exit_code)
+            if codes or all(agent.poll() is not None for agent in self._agents) or not self._someone_died():
+                return
+            time.sleep(0.1)
+
+    def _someone_died(self) -> bool:
+        return any(rank.died_at is not None and rank.report is None for rank in self._ranks)
+
+    def _exit_codes(self) -> dict[int, int]:
+        """Of torchrun's workers, from the tables that its agents print when one fails."""
+        found: dict[int, int] = {}
+        for number in range(len(self._agents)):
+            with contextlib.suppress(OSError):
+                text = self._agent_log(number).read_text(errors="replace")
+                for match in _EXIT_CODES.finditer(text):
+                    found.setdefault(int(match["rank"]), int(match["code"]))
+        return found
+
+    def _blame(self, endings: Sequence[Ending], name: str) -> LaunchFailed:
+        """An agent that was killed takes its ranks along, and none of them is the culprit."""
+        for number, agent in enumerate(self._agents):
+            if (code := agent.poll() or 0) < 0:
+                how = signal.Signals(-code).name
+                return LaunchFailed(
+                    "failed",
+                    f"the agent of node {number} was killed by {how} during {name}",
+                    traceback=self._agent_tails(),
+                )
+        return super()._blame(endings, name)
+
+    def _clean_up(self) -> None:
+        self._listener.close()
+        for signal_number in (None, signal.SIGTERM, signal.SIGKILL):
+            for agent in self._agents:
+                if signal_number is not None and agent.poll() is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(agent.pid, signal_number)
+            until = time.monotonic() + (_LEAVING_SECONDS if signal_number is None else _AGENT_SECONDS)
+            while any(agent.poll() is None for agent in self._agents) and time.monotonic() < until:
+                time.sleep(0.02)
+        while not self._calls.empty():
+            self._calls.get()[1].close()
+
+    def _agent_log(self, number: int) -> Path:
+        return self._directory / f"agent-{number}.log"
+
+    def _agent_tails(self) -> str:
+        """The last lines of what the agents have said."""
+        said = []
+        for number in range(len(self._agents)):
+            with contextlib.suppress(OSError):
+                lines = self._agent_log(number).read_text(errors="replace").splitlines()
+                said += [f"agent {number}:", *lines[-_TAIL_LINES:]]
+        return "\n".join(said)
+
+
+def local_agents(topology: Topology, python: str) -> AgentCommands:
+    """One agent a node, all of them on this machine."""
+
+    def commands(module: Sequence[str]) -> list[list[str]]:
+        agent = agent_command(topology, python, f"127.0.0.1:{_free_port()}")
+        return [[*agent, *is_host(node == 0), "-m", *module] for node in range(topology.num_nodes)]
+
+    return commands
+
+
+def is_host(value: bool) -> list[str]:
+    """Says which agent keeps the store, instead of leaving it to a comparison of host names."""
+    return ["--rdzv-conf", f"is_host={int(value)},join_timeout={JOIN_SECONDS:g},read_timeout=30"]
+
+
+def agent_command(topology: Topology, python: str, endpoint: str) -> list[str]:
+    """torchrun for one node of `topology`, as far as all nodes' are alike. A failed worker is not started again: the
+    harness begins anew."""
+    return [
+        *(python, "-m", "torch.distributed.run"),
+        *("--nnodes", str(topology.num_nodes), "--nproc-per-node", str(topology.ranks_per_node)),
+        *("--max-restarts", "0", "--monitor-interval", "0.1"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", secrets.token_hex(4)),
+    ]
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return int(found.getsockname()[1])
+
+
+def _listener(host: str | None, world_size: int, key: str) -> Listener:
+    """On a socket of this machine, or, where ranks call from other nodes, at its address there."""
+    return Listener(None if host is None else (host, 0), backlog=2 * world_size, authkey=key.encode())
+
+
+def _written(address: Any) -> str:
+    return address if isinstance(address, str) else f"{address[0]}:{address[1]}"
+
+
+def _has_hung_up(line: Connection) -> bool:
+    """Whether its other end is gone and nothing is left to read."""
+    try:
+        with socket.socket(fileno=os.dup(line.fileno())) as peeked:
+            return peeked.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
