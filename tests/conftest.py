@@ -108,8 +108,9 @@ class Instrumented:
             launch.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def instrumented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instrumented]:
+    """Not kept for the session: figures, unlike trajectories, do not bear what other families leave in a process."""
     ranks = Instrumented(tmp_path_factory.mktemp("instrumented"))
     yield ranks
     ranks.close()

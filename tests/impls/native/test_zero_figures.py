@@ -140,9 +140,9 @@ LARGE = "gpt:size=17m,sequence_length=32,global_batch_size=4"  # an embedding an
 @pytest.mark.parametrize(
     ("text", "options"),
     [
-        (LARGE, {}),
+        pytest.param(LARGE, {}, marks=pytest.mark.exhaustive),
         (LARGE, {"bucket_bytes": 1_000_000}),
-        (f"{LARGE},num_micro_batches=2", {}),
+        pytest.param(f"{LARGE},num_micro_batches=2", {}, marks=pytest.mark.exhaustive),
         (f"{LARGE},num_micro_batches=2", {"reshard_after_forward": False, "transport": "shared_memory"}),
     ],
     ids=str,
