@@ -7,7 +7,7 @@ what an earlier one has made, past the border, or at another block's parameter i
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,10 +128,15 @@ def as_received(handed: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in handed]
 
 
-def borders(workload: Workload, inputs: Tensor, build: Callable[[], nn.Module] | None = None) -> tuple[Border, ...]:
-    """What each block of the chain hands to the next, and the last one yields, for a micro-batch like `inputs`; `build`
-    as for `chain_of`. NoChain where a block needs more than that, or cannot be run without values."""
+def borders(
+    workload: Workload, inputs: Tensor, build: Callable[[], nn.Module] | None = None, *, evaluates: bool = False
+) -> tuple[Border, ...]:
+    """What each block of the chain hands to the next, and the last one yields, for a micro-batch like `inputs`, in
+    training or where the model `evaluates`; `build` as for `chain_of`. NoChain where a block needs more than that, or
+    cannot be run without values."""
     chain = chain_of(workload, build)
+    for module in (chain.model, *chain.blocks) if evaluates else ():
+        module.eval()
     parameters = {storage_key(p): name for name, p in chain.model.named_parameters()}
     buffers = {storage_key(buffer) for buffer in chain.model.buffers()}
     made_by: dict[int, int] = {}  # storage: the block that made it
@@ -158,7 +163,8 @@ def borders(workload: Workload, inputs: Tensor, build: Callable[[], nn.Module] |
                 made_by.setdefault(storage_key(tensor), index)
                 kept.append(tensor)
 
-        with torch.device(_META), Operations(note, made):
+        recorded = torch.no_grad() if evaluates else nullcontext()
+        with recorded, torch.device(_META), Operations(note, made):
             handed = run_block(chain, index, handed)
         found.append(tuple(map(TensorShape.of, handed)))
         handed = as_received(handed)

@@ -90,6 +90,15 @@ def run(
         Literal["cpu", "cuda"],
         typer.Option("--device", help="Where to train: on a GPU each rank takes one of its own."),
     ] = "cpu",
+    engine: Annotated[
+        Literal["local", "torchrun", "srun"],
+        typer.Option(
+            "--engine",
+            help="What starts the ranks: this command; torchrun on this machine; or torchrun on the nodes of the Slurm "
+            "allocation that this command runs in, see `meshmark submit`.",
+        ),
+    ] = "local",
+    ranks_per_node: Annotated[int | None, _count("The most ranks on a node, for torchrun and srun.")] = None,
     as_json: JsonOption = False,
     no_upload: NoUploadOption = False,
 ) -> None:
@@ -103,21 +112,89 @@ def run(
 
     [bold]meshmark run smoke --resume[/]                 go on with the newest run
     """
-    from harness import suite_run, suites, validation
+    from harness import engines, suite_run, suites, validation
 
     with _bad_input():
         loaded = suites.load(suite)
         chosen = loaded if only is None else suites.select(loaded, only)
+        starter = engines.load(engine, ranks_per_node)
+        chosen = engines.place(chosen, starter)
         validation.check_device(device)
         validation.check(chosen.cases)
         directory = suite_run.directory_for(chosen.name, results, resume=resume)
     again = ["meshmark", "run", suite, *(["--only", only] if only else [])]
     again += [*(["--device", device] if device != "cpu" else []), "--results", str(directory), "--resume"]
+    again += [] if ranks_per_node is None else ["--engine", engine, "--ranks-per-node", str(ranks_per_node)]
     raise typer.Exit(
         suite_run.execute(
-            chosen, directory, resume=resume, as_json=as_json, upload=not no_upload, again=again, device=device
+            chosen,
+            directory,
+            resume=resume,
+            as_json=as_json,
+            upload=not no_upload,
+            again=again,
+            device=device,
+            engine=starter,
         )
     )
+
+
+@app.command()
+def submit(
+    suite: Annotated[
+        str, typer.Argument(metavar="SUITE", help="A name from `meshmark list suites`, or path/to/file.py.")
+    ],
+    *,
+    nodes: Annotated[int, _count("Nodes to ask for.")],
+    ranks_per_node: Annotated[int, _count("The most ranks on a node.")],
+    only: Annotated[str | None, typer.Option(metavar="PATTERN", help="As for `meshmark run`.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Slurm's partition.")] = None,
+    account: Annotated[str | None, typer.Option(help="Slurm's account.")] = None,
+    minutes: Annotated[
+        int | None, _count("The job's time limit; by default what the deadlines of all cases add up to.")
+    ] = None,
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option(metavar="OPTION", help="Another option for sbatch, --gres=gpu:8 say; may be repeated."),
+    ] = None,
+    results: ResultsOption = None,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option("--device", help="Where to train.")] = "cpu",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script, submit nothing.")] = False,
+    as_json: JsonOption = False,
+    no_upload: NoUploadOption = False,
+) -> None:
+    """Run a suite as a Slurm job: submit it, follow it, collect the records, and end as `run` does.
+
+    [bold]meshmark submit peers --nodes 2 --ranks-per-node 8 --partition gpu --device cuda[/]
+
+    [bold]meshmark submit smoke --nodes 2 --ranks-per-node 2 --dry-run[/]   the script alone
+    """
+    from harness import batch_run, suite_run, suites, validation
+    from harness import submit as batch
+
+    with _bad_input():
+        loaded = suites.load(suite)
+        chosen = loaded if only is None else suites.select(loaded, only)
+        validation.check(chosen.cases)
+        given = results if dry_run and results else suite_run.directory_named(chosen.name)
+        directory = (given if dry_run else suite_run.directory_for(chosen.name, results, resume=False)).resolve()
+        command = ["run", suite, *(["--only", only] if only else []), "--device", device, "--engine", "srun"]
+        command += ["--ranks-per-node", str(ranks_per_node), "--results", str(directory), "--no-upload"]
+        job = batch.Job(
+            name=f"meshmark-{chosen.name}",
+            num_nodes=nodes,
+            ranks_per_node=ranks_per_node,
+            command=command,
+            directory=directory,
+            limit_seconds=batch.limit_seconds(chosen) if minutes is None else 60.0 * minutes,
+            partition=partition,
+            account=account,
+            extra=tuple(sbatch or ()),
+        )
+    if dry_run:
+        print(batch.script(job), end="")
+        raise typer.Exit
+    raise typer.Exit(batch_run.execute(chosen, job, as_json=as_json, upload=not no_upload))
 
 
 @app.command("try")
@@ -169,6 +246,7 @@ def try_one(
 
     with _bad_input():
         measurement = Measurement(timed_steps=steps)
+        options = validation.options_from(_options(option or []), implementation)
         layout = Layout(data=data, shard=shard, tensor=tensor, pipeline=pipeline)
         tried = Case(
             workload=workload,
@@ -177,8 +255,9 @@ def try_one(
             topology=None
             if (nodes, link_mbits, delay_ms) == (1, None, 0.0)
             else Topology.of(layout.world_size, nodes, link_mbits=link_mbits, delay_ms=delay_ms, placement=placement),
-            options=validation.options_from(_options(option or []), implementation),
+            options=options,
             precision=precision,
+            role="floor" if validation.is_floor(implementation, options) else "subject",
             measurement=measurement,
         )
         reference = Case(

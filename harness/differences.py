@@ -32,6 +32,7 @@ Quantity = Literal[
     "learning rate",
     "skipped step",
     "loss",
+    "evaluation loss",
     "gradient",
     "gradient norm",
     "parameter",
@@ -77,6 +78,7 @@ def differences(case: Trajectory, reference: Trajectory) -> list[Difference]:
         *_starting_weights(case, reference),
         *(difference for step in range(reference.num_steps) for difference in _scalars(case, reference, step)),
         *(difference for step in sorted(reference.gradients) for difference in _gradients(case, reference, step)),
+        *_evaluation(case, reference, last),
         *_parameters(case, reference, last),
         *_buffers(case, reference, last),
         *_replicas(case),
@@ -155,6 +157,15 @@ def _scalars(case: Trajectory, reference: Trajectory, step: int) -> Iterable[Dif
     elif right_norm is not None:
         reason = f"no gradient norm was told at step {step}"
         yield Difference(step=step, quantity="gradient norm", relative=math.inf, reason=reason)
+
+
+def _evaluation(case: Trajectory, reference: Trajectory, step: int) -> Iterable[Difference]:
+    """Of an implementation that does not evaluate there is nothing to compare."""
+    got, right = case.evaluation_loss, reference.evaluation_loss
+    if got is None or right is None:
+        return
+    if math.isfinite(got) or math.isfinite(right):
+        yield _scalar("evaluation loss", step, got, right)
 
 
 def _scalar(quantity: Quantity, step: int, got: float, right: float) -> Difference:

@@ -39,9 +39,28 @@ class StepOutput:
     learning_rates: tuple[float, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class EvaluationOutput:
+    """What an evaluation tells on this rank, as StepOutput tells it of a step."""
+
+    loss_sum: Tensor | None
+    num_tokens: int
+
+
 Preparation = Callable[[nn.Module, Mapping[str, Tensor]], Callable[[Tensor], None]]
 """What a dry run does with its model and the places of its gradients, by name, all of them without memory; yields what
 is to be told the loss before backward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryStep:
+    """A step of one rank on tensors without memory: `take` takes it, with one that is shaped as `batch`. `held` are its
+    tensors that lie in what the rank holds between steps, `held_bytes` by its closed form; all others come and go."""
+
+    held_bytes: int
+    held: Sequence[Tensor]
+    batch: Batch
+    take: Callable[[Batch], None]
 
 
 class Implementation(ABC):
@@ -92,6 +111,11 @@ class Implementation(ABC):
         return (cls.strategy_of(options),)
 
     @classmethod
+    def is_floor(cls, options: Mapping[str, Any]) -> bool:
+        """Whether under these options it exchanges nothing, on purpose: it trains no model then."""
+        return False
+
+    @classmethod
     def unsupported(
         cls, workload: Workload, layout: Layout, device: torch.device, options: Mapping[str, Any]
     ) -> str | None:
@@ -124,6 +148,15 @@ class Implementation(ABC):
         return _without_gradients if cls._makes_gradients_late(workload) else as_it_is
 
     @classmethod
+    def dry_steps(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Sequence[Callable[[nn.Module], DryStep]] | None:
+        """Where a rank has only a part of the model: of each rank that may need most what makes its step of the whole
+        model, built without memory, which it may cut; none where that is not known. None where every rank runs the
+        whole model, one micro-batch after another: the harness does so by itself, see `dry_run_preparation`."""
+        return None if layout.tensor * layout.pipeline == 1 else ()
+
+    @classmethod
     def _makes_gradients_late(cls, workload: Workload) -> bool:
         """Not where a second micro-batch's forward finds those of the first, nor where autograd casts them."""
         alike = workload.precision.gradient == workload.precision.compute
@@ -151,6 +184,12 @@ class Implementation(ABC):
     @abstractmethod
     def train_step(self, batch: Batch) -> StepOutput:
         """One optimizer step on this rank's share. Collective over the mesh."""
+
+    def evaluate(self, batch: Batch) -> EvaluationOutput | None:
+        """The loss of this rank's share, of any number of micro-batches, with the model in evaluation mode; None where
+        the implementation does not evaluate. Training goes on afterwards as if nothing had happened
+        (harness/evaluation.py). Collective over the mesh."""
+        return None
 
     @abstractmethod
     def full_gradients(self) -> dict[str, Tensor]:

@@ -19,10 +19,10 @@ import torch
 from harness import implementation, models
 from harness.case import Case
 from harness.code_change import num_changed_lines
-from harness.launch import emulated
+from harness.engines import Engine, Local, Start
 from harness.launch.emulated import EmulatedNodes
 from harness.launch.failure import LaunchFailed
-from harness.launch.local import LocalLaunch
+from harness.launch.watched import Launch
 from harness.measure import communication, links, memory, pipeline
 from harness.measure.predicted_memory import predicted, registry
 from harness.measure.timing import model_flops_utilisation, time_metrics
@@ -46,9 +46,10 @@ class MeasuredCase:
     on_start: Callable[[], None]
     on_phase: OnPhase
     device: str = "cpu"
+    engine: Engine = field(default_factory=Local)
     started: float = field(default_factory=time.time)
     seconds: float = 0.0
-    launch: LocalLaunch | None = None
+    launch: Launch | None = None
     nodes: EmulatedNodes | None = None
     failure: LaunchFailed | None = None
     status: Status = "ok"
@@ -78,15 +79,11 @@ class MeasuredCase:
             self.status, self.reason = "unavailable", reason
         elif reason := kind.unsupported(workload, self.case.layout, torch.device(self.device), self.case.options):
             self.status, self.reason = "unsupported", reason
-        elif reason := self._without_nodes() or self._unprepared(kind):
+        elif reason := self.engine.unavailable(self.case) or self._unprepared(kind):
             self.status, self.reason = "unavailable", reason
         elif self.case.role == "peer" and (num_lines := num_changed_lines(kind)) is not None:
             # Ours are libraries: their lines are not what a user would change.
             self.metrics["code.changed_lines"] = num_lines
-
-    def _without_nodes(self) -> str | None:
-        """Why the nodes of the topology cannot be had here, or None."""
-        return emulated.unavailable(self.case.placed) if self._is_emulated else None
 
     def _unprepared(self, kind: type[implementation.Implementation]) -> str | None:
         """Prepares this machine, outside every deadline; the first line of what went wrong, or None."""
@@ -264,7 +261,7 @@ class MeasuredCase:
 
     @property
     def _is_emulated(self) -> bool:
-        return self.case.placed.num_nodes > 1
+        return self.engine.emulates and self.case.placed.num_nodes > 1
 
     def _measure_links(self, nodes: EmulatedNodes) -> None:
         """Before anything else: the links beside what the topology says of them. LaunchFailed where they differ."""
@@ -285,18 +282,18 @@ class MeasuredCase:
         if reason := links.mismatch(topology, mbits, delay):
             raise LaunchFailed("topology mismatch", reason)
 
-    def _launch(self, name: str, *, instrumented: bool) -> LocalLaunch:
+    def _launch(self, name: str, *, instrumented: bool) -> Launch:
         weights = self.references.weights(self.case.workload)
         self.on_phase("starting ranks", 0, self.case.world_size)
-        return LocalLaunch(
-            self.case.to_json(),
-            self.case.world_size,
-            self.logs / name,
-            weights=weights,
-            device=self.device,
-            instrumented=instrumented,
-            deadline_seconds=self.case.deadline_seconds,
-            nodes=self.nodes,
+        return self.engine.launch(
+            Start(
+                case=self.case,
+                directory=self.logs / name,
+                weights=weights,
+                device=self.device,
+                instrumented=instrumented,
+                nodes=self.nodes,
+            )
         )
 
     def _command(self, name: str, **arguments: Any) -> list[Any]:

@@ -31,6 +31,7 @@ class Tolerance:
     def allowed(self, quantity: Quantity) -> float:
         return {
             "loss": self.loss,
+            "evaluation loss": self.loss,
             "gradient norm": self.gradient_norm,
             "gradient": self.gradient,
             "buffer": self.gradient,
@@ -98,6 +99,7 @@ def compare(case: Trajectory, reference: Trajectory, tolerance: Tolerance) -> Pa
         ok=not wrong,
         lane=tolerance.lane,
         loss_max_relative=largest(found, "loss"),
+        evaluation_loss_relative=None if case.evaluation_loss is None else largest(found, "evaluation loss"),
         gradient_norm_max_relative=largest(found, "gradient norm"),
         gradient_max_relative=largest(found, "gradient"),
         parameter_max_relative=largest(found, "parameter"),

@@ -31,9 +31,15 @@ def assemble(records: Sequence[dict[str, Any]], tensors: Path, layout: Layout) -
         if not sums:
             raise ValueError(f"step {step}: expected the loss on some rank, every rank answered none")
         losses.append(sum(sums) / records[0]["global_num_tokens"][step])
+    evaluations = [
+        record["evaluation"]
+        for rank, record in enumerate(records)
+        if record["evaluation"] is not None and layout.coordinates(rank).tensor == 0
+    ]
     full = torch.load(tensors, weights_only=True)
     return Trajectory(
         losses=losses,
+        evaluation_loss=_evaluation_loss(evaluations) if evaluations else None,
         gradient_norms=records[0]["norms"],
         gradients=full["gradients"],
         starting_parameters=full["starting_parameters"],
@@ -44,6 +50,15 @@ def assemble(records: Sequence[dict[str, Any]], tensors: Path, layout: Layout) -
         replica_checksums={rank: _held_in_common(record) for rank, record in enumerate(records)},
         replica_groups=layout.groups("data"),
     )
+
+
+def _evaluation_loss(evaluations: Sequence[dict[str, Any]]) -> float:
+    """Over the ranks that hold the loss, the sum of their losses over the count of their targets."""
+    held = [evaluation for evaluation in evaluations if evaluation["loss_sum"] is not None]
+    if not held:
+        raise ValueError("evaluation: expected the loss on some rank, every rank answered none")
+    total = sum(evaluation["loss_sum"] for evaluation in held)
+    return float(total / sum(evaluation["num_tokens"] for evaluation in held))
 
 
 def _held_in_common(record: dict[str, Any]) -> list[str]:

@@ -41,6 +41,8 @@ def _gap(parity: Parity) -> list[str]:
         "gradients": parity.gradient_max_relative,
         "parameters": parity.parameter_max_relative,
     }
+    if parity.evaluation_loss_relative is not None:
+        differences["evaluation loss"] = parity.evaluation_loss_relative
     # Results read back from a file hold "nan" and "inf" as text.
     lines = ["off by, relative: " + ", ".join(f"{name} {float(value):.1e}" for name, value in differences.items())]
     if parity.tolerance:

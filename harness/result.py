@@ -23,7 +23,8 @@ RESULTS_FILE = "results.jsonl"
 class Parity:
     """A case held against its reference. `lane` names the yardstick: fp64, fp32 or bf16; relative differences are
     fractions of the reference's magnitude, for parameters of its update (see harness.differences), and infinite where
-    something is missing or not finite. Steps count from 0. `explanation` names one factor that accounts for a gap."""
+    something is missing or not finite. `evaluation_loss_relative` is None where the implementation does not evaluate.
+    Steps count from 0. `explanation` names one factor that accounts for a gap."""
 
     ok: bool
     lane: str
@@ -35,6 +36,7 @@ class Parity:
     first_bad_step: int | None
     explanation: str | None
     replicas_bit_equal: bool
+    evaluation_loss_relative: float | None = None
     tolerance: Mapping[str, float] = field(default_factory=dict)
 
 

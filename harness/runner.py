@@ -16,6 +16,7 @@ from pathlib import Path
 
 from harness import ratios, result
 from harness.case import Case, Suite
+from harness.engines import Engine, Local
 from harness.judging import judge
 from harness.launch.failure import LaunchFailed
 from harness.measured_case import MeasuredCase
@@ -35,7 +36,13 @@ class DirectoryInUse(ValueError):
 
 
 def run(
-    suite: Suite, directory: Path, *, progress: Progress, resume: bool = False, device: str = "cpu"
+    suite: Suite,
+    directory: Path,
+    *,
+    progress: Progress,
+    resume: bool = False,
+    device: str = "cpu",
+    engine: Engine | None = None,
 ) -> list[Result]:
     """Runs every case of `suite` and appends each result to the directory's results file as soon as it is known; with
     `resume` only those that have none yet or could not be measured. All results of the directory, in suite order.
@@ -45,10 +52,12 @@ def run(
     """
     directory.mkdir(parents=True, exist_ok=True)
     with _as_only_run(directory):
-        return _run(suite, directory, progress, resume=resume, device=device)
+        return _run(suite, directory, progress, resume=resume, device=device, engine=engine or Local())
 
 
-def _run(suite: Suite, directory: Path, progress: Progress, *, resume: bool, device: str) -> list[Result]:
+def _run(
+    suite: Suite, directory: Path, progress: Progress, *, resume: bool, device: str, engine: Engine
+) -> list[Result]:
     earlier = {r.case.id: r for r in result.read(directory)} if (directory / result.RESULTS_FILE).is_file() else {}
     if earlier and not resume:
         raise ValueError(f"{directory}: holds results already; expected an empty directory, or --resume")
@@ -56,12 +65,14 @@ def _run(suite: Suite, directory: Path, progress: Progress, *, resume: bool, dev
     groups = [group for group in _groups(suite) if any(_is_due(case, earlier) for case in group)]
     due = [case for group in groups for case in group]
     progress.suite_started(suite, due)
-    with tempfile.TemporaryDirectory(prefix="meshmark-") as scratch:
+    shared = directory.resolve() if engine.shares_files else None
+    with tempfile.TemporaryDirectory(prefix=".scratch-" if shared else "meshmark-", dir=shared) as scratch:
         references = References(Path(scratch), directory / "logs")
         try:
             for group in groups:
                 members = [
-                    _measured(case, directory, Path(scratch), references, progress, device=device) for case in group
+                    _measured(case, directory, Path(scratch), references, progress, device=device, engine=engine)
+                    for case in group
                 ]
                 with closing(_run_group(members)) as finished:
                     for measured in finished:
@@ -109,7 +120,14 @@ def _is_due(case: Case, earlier: dict[str, Result]) -> bool:
 
 
 def _measured(
-    case: Case, directory: Path, scratch: Path, references: References, progress: Progress, *, device: str
+    case: Case,
+    directory: Path,
+    scratch: Path,
+    references: References,
+    progress: Progress,
+    *,
+    device: str,
+    engine: Engine,
 ) -> MeasuredCase:
     return MeasuredCase(
         case=case,
@@ -119,6 +137,7 @@ def _measured(
         on_start=partial(progress.case_started, case),
         on_phase=partial(progress.phase, case),
         device=device,
+        engine=engine,
     )
 
 

@@ -11,12 +11,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from harness import progress, report
 from harness.case import Suite
 from harness.result import RESULTS_FILE, Result, read, replace_non_finite
+
+if TYPE_CHECKING:
+    from harness.engines import Engine
 
 BAD_INPUT = 2
 INTERRUPTED = 130
@@ -36,7 +40,7 @@ def directory_for(suite: str, given: Path | None, *, resume: bool) -> Path:
         if not earlier:
             raise ValueError(f"--resume: expected an earlier run in {_RESULTS}/{suite}-*, found none")
         given = earlier[-1]
-    directory = given or _RESULTS / f"{suite}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
+    directory = given or directory_named(suite)
     if not resume and (directory / RESULTS_FILE).exists():
         raise ValueError(f"--results {directory}: holds the results of a run; add --resume, or name another directory")
     directory.mkdir(parents=True, exist_ok=True)
@@ -44,6 +48,11 @@ def directory_for(suite: str, given: Path | None, *, resume: bool) -> Path:
     probe.touch()
     probe.unlink()
     return directory
+
+
+def directory_named(suite: str) -> Path:
+    """Where a run of the suite that begins now writes by itself."""
+    return _RESULTS / f"{suite}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
 
 
 def execute(
@@ -55,6 +64,7 @@ def execute(
     upload: bool,
     again: Sequence[str] | None,
     device: str = "cpu",
+    engine: Engine | None = None,
 ) -> int:
     """Run `suite` into `directory`, show and record what came out; returns the command's exit code. `again` is the
     command that goes on with it, should it be interrupted."""
@@ -62,8 +72,8 @@ def execute(
 
     console = console_here()
     try:
-        with _termination_interrupts(), progress.shown_on(console, silent=as_json) as shown:
-            returned = runner.run(suite, directory, progress=shown, resume=resume, device=device)
+        with termination_interrupts(), progress.shown_on(console, silent=as_json) as shown:
+            returned = runner.run(suite, directory, progress=shown, resume=resume, device=device, engine=engine)
     except runner.DirectoryInUse as error:
         print(f"meshmark: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -74,6 +84,13 @@ def execute(
     # A resumed run of some cases shows those of the directory that it left alone, too.
     chosen = {result.case.id for result in returned}
     found = [*returned, *(result for result in read(directory) if result.case.id not in chosen)]
+    show_and_record(found, directory, as_json=as_json, upload=upload)
+    return 0 if report.is_success(returned) else 1
+
+
+def show_and_record(found: Sequence[Result], directory: Path, *, as_json: bool, upload: bool) -> int:
+    """The report, on the screen and beside the results, and MLflow; 0 where every result is a success, else 1."""
+    console = console_here()
     report.write(directory, found)
     if as_json:
         print_json(found)
@@ -81,11 +98,11 @@ def execute(
         console.print(report.text(found, report.read_ratios(directory), directory, console.width))
     if upload:
         print(_upload(directory), file=sys.stderr if as_json else sys.stdout)
-    return 0 if report.is_success(returned) else 1
+    return 0 if report.is_success(found) else 1
 
 
 @contextmanager
-def _termination_interrupts() -> Iterator[None]:
+def termination_interrupts() -> Iterator[None]:
     """SIGTERM raises _Terminated, once: `timeout` sends it twice, and the second must not break off the cleaning up."""
 
     def interrupt(_signal: int, _frame: FrameType | None) -> None:

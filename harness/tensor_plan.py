@@ -112,6 +112,34 @@ def check_divides(model: nn.Module, plan: ResolvedPlan, degree: int) -> None:
             )
 
 
+def check_ties(model: nn.Module, plan: ResolvedPlan) -> None:
+    """ValueError where a tied parameter would be cut in two ways, or at one of its names only: at each its layer takes
+    it for what its own role says."""
+    ways: dict[int, tuple[str, tuple[int, int, int]]] = {}
+    cut: set[str] = set()
+    for name, role in plan.roles.items():
+        for kind, parameter in model.get_submodule(name).named_parameters(recurse=False):
+            if (way := _way_of_cutting(role, kind)) is None:
+                continue
+            cut.add(f"{name}.{kind}")
+            _, first = ways.setdefault(id(parameter), (f"{name}.{kind}", way))
+            if way != first:
+                raise ValueError(f"tensor plan: {name}.{kind} is tied to a parameter that is cut in another way")
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in ways and name not in cut:
+            raise ValueError(
+                f"tensor plan: {name} is tied to {ways[id(parameter)][0]}, which is cut, and has no role: expected the "
+                "plan to name both"
+            )
+
+
+def _way_of_cutting(role: Role, kind: str) -> tuple[int, int, int] | None:
+    """(dim, unit, parts) of a layer's parameter, None where it stays whole."""
+    if isinstance(role, RowParallel):
+        return (1, role.unit, 1) if kind == "weight" else None
+    return (0, role.unit, role.parts) if isinstance(role, ColumnParallel) else (0, 1, 1)
+
+
 def partial_parameters(model: nn.Module, plan: ResolvedPlan) -> set[str]:
     """Names of parameters that all ranks hold alike and use on their own slices, so that their gradients are summands:
     what lies within regions and is not cut, but for biases that are added to a sum (norms over local heads, say)."""

@@ -32,13 +32,14 @@ class NoRegion(ValueError):
     """A plan whose regions hold more than they may; the message is the reason, in one line."""
 
 
-def check_regions(model: nn.Module, plan: ResolvedPlan, inputs: Tensor) -> None:
+def check_regions(model: nn.Module, plan: ResolvedPlan, inputs: Tensor, *, cuts_sequence: bool = False) -> None:
     """NoRegion where a region has several row-parallel layers or lies in another, or where uncut parameters or the
-    input act outside its slices. `model` lies on the meta device and keeps the hooks that watch it. One that does not
+    input act outside its slices; where `cuts_sequence`, the input of every region does, which is gathered where the
+    region is called. `model` lies on the meta device and keeps the hooks that watch it. One that does not
     run without values may have no uncut parameters in its regions."""
     _check_nesting(plan)
     names = {name for name in partial_parameters(model, plan) if model.get_parameter(name).requires_grad}
-    watch = _Watch(model, plan, names)
+    watch = _Watch(model, plan, names, cuts_sequence)
     try:
         with _META, Operations(watch.note, watch.made):
             model(inputs.to(_META))
@@ -71,7 +72,7 @@ def _check_nesting(plan: ResolvedPlan) -> None:
 class _Watch:
     """Follows through a pass of `model` what is whole, a slice or a sum. Tensors are known by their storage."""
 
-    def __init__(self, model: nn.Module, plan: ResolvedPlan, names: set[str]) -> None:
+    def __init__(self, model: nn.Module, plan: ResolvedPlan, names: set[str], cuts_sequence: bool) -> None:
         self._names = {storage_key(model.get_parameter(name)): name for name in names}
         self._parameters = {storage_key(parameter) for parameter in model.parameters()}
         self._kinds = dict.fromkeys(self._names, _Kind.PARAMETER)
@@ -86,7 +87,7 @@ class _Watch:
             if isinstance(role, ColumnParallel):
                 columns.setdefault(plan.region_of(name) or "", []).append(name)
             module.register_forward_hook(partial(self._end_layer, role))
-        self._several = {region for region, layers in columns.items() if len(layers) > 1}
+        self._several = {region for region, layers in columns.items() if len(layers) > 1 or cuts_sequence}
         for region, layers in columns.items():
             for name in layers if region in self._several else ():
                 model.get_submodule(name).register_forward_pre_hook(partial(self._check_input, region, name))

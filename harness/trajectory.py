@@ -14,13 +14,16 @@ from torch import Tensor
 class Trajectory:
     """One run's parity steps, counted from 0. Tensors are whole, unpadded, on the CPU and named by logical parameter.
 
-    `losses` are global sums over global counts; `gradient_norms` are global, before clipping; `gradients` holds the
-    full normalised gradients of steps 0 and 1 by step, without the parameters that nobody used; `parameters` and
-    `buffers` are those after the last step. `replica_checksums` gives, for each rank and step, a checksum of all that
-    the rank must hold in common with the others of its group in `replica_groups` (none given: with every rank).
+    `losses` are global sums over global counts; `evaluation_loss` is that of the last step's batch in evaluation mode,
+    before the step, None where the implementation does not evaluate; `gradient_norms` are global, before clipping;
+    `gradients` holds the full normalised gradients of steps 0 and 1 by step, without the parameters that nobody used;
+    `parameters` and `buffers` are those after the last step. `replica_checksums` gives, for each rank and step, a
+    checksum of all that the rank must hold in common with the others of its group in `replica_groups` (none given:
+    with every rank).
     """
 
     losses: list[float]
+    evaluation_loss: float | None
     gradient_norms: list[float | None]
     gradients: dict[int, dict[str, Tensor]]
     starting_parameters: dict[str, Tensor]

@@ -29,6 +29,7 @@ def check(cases: Sequence[Case]) -> None:
             loaded = _unless_library_missing(implementation.load, case.implementation)
             if loaded is not None:
                 check_options(case.implementation, loaded, case.options)
+                _check_role(case, loaded)
         except ValueError as error:
             raise ValueError(f"case {case.label}, {case.layout}: {error}") from error
 
@@ -45,6 +46,20 @@ def _check_fields(case: Case) -> None:
             raise ValueError(f"{name} must be text, got {getattr(case, name)!r}")
     if case.precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {case.precision!r}")
+
+
+def _check_role(case: Case, loaded: type[implementation.Implementation]) -> None:
+    """A floor in another role would be held against one process, and one that exchanges something is no floor."""
+    if loaded.is_floor(case.options) and case.role != "floor":
+        raise ValueError(f"it exchanges nothing and trains no model: expected the role floor, got {case.role}")
+    if case.role == "floor" and not loaded.is_floor(case.options):
+        raise ValueError("expected an implementation that exchanges nothing in the role floor, got one that does")
+
+
+def is_floor(name: str, options: Mapping[str, Any]) -> bool:
+    """Whether the implementation `name` exchanges nothing under `options`. ValueError if there is none of that name."""
+    loaded = _unless_library_missing(implementation.load, name)
+    return loaded is not None and loaded.is_floor(options)
 
 
 def _unless_library_missing(load: Callable[[str], T], text: str) -> T | None:

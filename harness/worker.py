@@ -150,16 +150,22 @@ class Worker:
         return {str(name): str(value) for name, value in self.implementation.facts().items()}
 
     def parity(self, num_steps: int, path: str) -> dict[str, Any]:
-        """The first `num_steps` steps. Losses are this rank's sums; rank 0 writes the full tensors. Only the steps
-        whose gradients are kept track the norm too: the later ones run exactly as timed steps do."""
+        """The first `num_steps` steps, and an evaluation before the last one, which must leave no trace there. Losses
+        are this rank's sums; rank 0 writes the full tensors. Only the steps whose gradients are kept track the norm
+        too: the later ones run exactly as timed steps do."""
         built = self._built()
         keys = ("loss_sums", "global_num_tokens", "norms", "skipped", "rates", "checksums")
-        record: dict[str, Any] = {key: [] for key in keys}
+        record: dict[str, Any] = {key: [] for key in keys} | {"evaluation": None}
         gradients: dict[int, dict[str, Tensor]] = {}
         starting_parameters = built.full_parameters()
         for index in range(num_steps):
             self.progress("parity", index, num_steps)
             batch = self._batch()
+            if index == num_steps - 1 and (evaluation := built.evaluate(batch)) is not None:
+                record["evaluation"] = {
+                    "loss_sum": None if evaluation.loss_sum is None else float(evaluation.loss_sum),
+                    "num_tokens": evaluation.num_tokens,
+                }
             built.tracks_gradient_norm = index < _GRADIENT_STEPS
             output = built.train_step(batch)
             record["loss_sums"].append(None if output.loss_sum is None else float(output.loss_sum))

@@ -23,7 +23,8 @@ from harness.data import IGNORE_INDEX, Dataset, shuffled_index
 from harness.overlaps import kept_tensors, share_elements
 from harness.parameters import decay_matrices
 from harness.precision import PRECISIONS, Precision
-from harness.tensor_plan import TensorPlanner, check_divides, resolve
+from harness.sequence_cuts import check_positions
+from harness.tensor_plan import TensorPlanner, check_divides, check_ties, resolve
 from harness.tensor_regions import check_regions
 
 OptimizerName = Literal["adamw", "sgd"]
@@ -157,6 +158,11 @@ class Batch:
     step: int
     micro_batches: tuple[MicroBatch, ...]
     global_num_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """This share's valid targets."""
+        return sum(micro_batch.num_tokens for micro_batch in self.micro_batches)
 
     def to(self, device: torch.device) -> Batch:
         """The same share on another device."""
@@ -311,8 +317,9 @@ class Workload:
         loss = self.loss(model(micro_batch.inputs), micro_batch.targets)
         return loss if micro_batch.num_tokens else loss * 0.0
 
-    def fits_tensor_degree(self, tensor_degree: int) -> str | None:
-        """Why the model cannot be cut among `tensor_degree` ranks, or None."""
+    def fits_tensor_degree(self, tensor_degree: int, *, cuts_sequence: bool = False) -> str | None:
+        """Why the model cannot be cut among `tensor_degree` ranks, or None; with `cuts_sequence` what lies between the
+        cut layers is cut along the sequence."""
         if self.tensor_plan is None:
             return f"workload {self.name} has no tensor plan: it does not say which layers to cut, and how"
         if self.draws_in_regions and tensor_degree > 1:
@@ -322,8 +329,13 @@ class Workload:
         try:
             plan = resolve(model, self.tensor_plan(model))
             check_divides(model, plan, tensor_degree)
+            check_ties(model, plan)
             if tensor_degree > 1:
-                check_regions(model, plan, self._samples(range(min(max(smallest, 1), 2)))[0])
+                inputs = self._samples(range(min(max(smallest, 1), 2)))[0]
+                check_regions(model, plan, inputs, cuts_sequence=cuts_sequence)
+            if tensor_degree > 1 and cuts_sequence:
+                model = in_compute_precision(self, self.model_without_memory())
+                check_positions(model, plan, self.blocks(model), inputs)
         except ValueError as error:
             return str(error)
         return None

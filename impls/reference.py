@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from harness.implementation import Implementation, StepOutput, phase
+from harness.evaluation import evaluating, sum_losses
+from harness.implementation import EvaluationOutput, Implementation, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import RecipeOptimizer
@@ -87,6 +89,11 @@ class Reference(Implementation):
             skipped=update.skipped,
             learning_rates=update.learning_rates,
         )
+
+    def evaluate(self, batch: Batch) -> EvaluationOutput:
+        # In evaluation mode no sample's result depends on its neighbours: there are no shares to replay.
+        with evaluating(self.module):
+            return sum_losses(batch, partial(self.workload.loss_sum, self.module), self.device)
 
     def full_gradients(self) -> dict[str, Tensor]:
         return self.optimizer.unclipped_gradients()

@@ -18,6 +18,7 @@ FOR_IMPLEMENTATIONS = {
     "harness.mesh",
     "harness.topology",
     "harness.implementation",
+    "harness.evaluation",
     "harness.parameters",
     "harness.precision",
     "harness.optimizer",

@@ -126,7 +126,9 @@ class TorchrunLaunch(Launch):
         self._calls: Queue[tuple[Hello, Connection]] = Queue()
         threading.Thread(target=self._take_calls, daemon=True).start()
         try:
-            environment = {**os.environ, **RANK_ENVIRONMENT, KEY_VARIABLE: key}
+            # Without a place for its logs torchrun leaves an empty directory among the temporary ones.
+            places = {"PET_LOG_DIR": str(directory / "torchrun"), KEY_VARIABLE: key}
+            environment = {**os.environ, **RANK_ENVIRONMENT, **places}
             for number, command in enumerate(agents([RANK_MODULE, _written(self._listener.address)])):
                 with self._agent_log(number).open("wb") as log:
                     self._agents.append(
@@ -266,15 +268,15 @@ def local_agents(topology: Topology, python: str) -> AgentCommands:
     """One agent a node, all of them on this machine."""
 
     def commands(module: Sequence[str]) -> list[list[str]]:
-        agent = agent_command(topology, python, f"127.0.0.1:{_free_port()}")
-        return [[*agent, *is_host(node == 0), "-m", *module] for node in range(topology.num_nodes)]
+        agent = agent_command(topology, python, f"127.0.0.1:{free_port()}")
+        return [[*agent, *is_host(str(int(node == 0))), "-m", *module] for node in range(topology.num_nodes)]
 
     return commands
 
 
-def is_host(value: bool) -> list[str]:
-    """Says which agent keeps the store, instead of leaving it to a comparison of host names."""
-    return ["--rdzv-conf", f"is_host={int(value)},join_timeout={JOIN_SECONDS:g},read_timeout=30"]
+def is_host(value: str) -> list[str]:
+    """Says which agent keeps the store (`1`), instead of leaving it to a comparison of host names."""
+    return ["--rdzv-conf", f"is_host={value},join_timeout={JOIN_SECONDS:g},read_timeout=30"]
 
 
 def agent_command(topology: Topology, python: str, endpoint: str) -> list[str]:
@@ -288,7 +290,8 @@ def agent_command(topology: Topology, python: str, endpoint: str) -> list[str]:
     ]
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens on now."""
     with socket.socket() as found:
         found.bind(("", 0))
         return int(found.getsockname()[1])

@@ -8,7 +8,7 @@ backward still runs (Li et al. 2020, "PyTorch Distributed: Experiences on Accele
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal, get_args
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from harness.implementation import Implementation, Preparation, StepOutput, phase
+from harness.implementation import EvaluationOutput, Implementation, Preparation, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import clip_coefficient, global_norm
@@ -43,6 +43,7 @@ from impls.native.parts.rank_model import Kinds, Passes, RankModel
 from impls.native.parts.shared_memory import Transport
 from impls.native.parts.synchronised_batch_norm import prepared_alone, summed_bytes, synchronise_batch_norm
 
+DEFAULT_BUCKET_BYTES = 25 << 20
 DEFAULT_SMALL_BYTES = 128 << 10
 Reduction = Literal["all_reduce", "ring", "parameter_server", "none"]
 
@@ -68,7 +69,13 @@ class NativeDataParallel(Implementation):
         return workload.fits_data_degree(layout.data)
 
     @classmethod
+    def is_floor(cls, options: Mapping[str, Any]) -> bool:
+        return options.get("reduction") == "none"
+
+    @classmethod
     def refused_options(cls, options: Mapping[str, Any]) -> str | None:
+        if options.get("reduction") == "none" and options.get("transport") == "shared_memory":
+            return "reduction=none sums nothing, got transport=shared_memory to sum it through"
         for name, least in (("bucket_bytes", 1), ("small_bytes", 0)):
             if options.get(name, least) < least:
                 return f"{name} must be at least {least}, got {options[name]}"
@@ -113,7 +120,7 @@ class NativeDataParallel(Implementation):
         *,
         reduction: Reduction = "all_reduce",
         transport: Transport = "process_group",
-        bucket_bytes: int = 25 << 20,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         small_bytes: int = DEFAULT_SMALL_BYTES,
         direct_gradients: bool = True,
     ) -> None:
@@ -123,7 +130,8 @@ class NativeDataParallel(Implementation):
         ):
             if value not in choices:
                 raise ValueError(f"{self.whose}: {name} must be one of {', '.join(choices)}, got {value!r}")
-        if reason := self.refused_options({"bucket_bytes": bucket_bytes, "small_bytes": small_bytes}):
+        given = {"reduction": reduction, "transport": transport}
+        if reason := self.refused_options(given | {"bucket_bytes": bucket_bytes, "small_bytes": small_bytes}):
             raise ValueError(f"{self.whose}: {reason}")
         self.workload = workload
         self.device = device
@@ -139,11 +147,9 @@ class NativeDataParallel(Implementation):
         self._buffers_go_along = self.transport == "shared_memory" or reduction in ("all_reduce", "none")
         self.num_updates = 0
 
-        trained = [p for p in self.model.parameters if p.trainable]
-        used = in_order_of_use(workload, layout.data, trained)
+        plans = bucket_plans(workload, self.model.parameters, layout.data, self.model.kinds, bucket_bytes)
         if workload.synchronise_batch_norm:
             synchronise_batch_norm(self.module, mesh.group("data", lane=1))
-        plans = plan_buckets(used[::-1], bucket_bytes, self.model.kinds)
         self.sums = self._make_sums(plans, mesh, device, reduction)
         self.buckets = [
             GradientBucket(plan, self.parameters, self.sums.own(index), workload, device, small_bytes=small_bytes)
@@ -234,6 +240,10 @@ class NativeDataParallel(Implementation):
             bucket.update(learning_rate, scale)
         self.num_updates += 1
         return norm, False
+
+    def evaluate(self, batch: Batch) -> EvaluationOutput:
+        self._check_parameters()
+        return self.model.evaluate(batch)
 
     def full_gradients(self) -> dict[str, Tensor]:
         full: dict[str, Tensor] = {}
@@ -386,3 +396,15 @@ class NativeDataParallel(Implementation):
 
     def _counts(self, bucket: GradientBucket) -> bool:
         return self.model.counts(self._kinds(bucket))
+
+
+def bucket_plans(
+    workload: Workload,
+    parameters: Sequence[LogicalParameter],
+    data_degree: int,
+    kinds: Callable[[str], Kinds],
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+) -> tuple[BucketPlan, ...]:
+    """Of what a rank holds, in the order in which backward completes them."""
+    used = in_order_of_use(workload, data_degree, [parameter for parameter in parameters if parameter.trainable])
+    return plan_buckets(used[::-1], bucket_bytes, kinds)

@@ -4,12 +4,14 @@ the floor under the step time of every strategy that gives a rank the same share
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from harness.implementation import Implementation, StepOutput, phase
+from harness.evaluation import evaluating, sum_losses
+from harness.implementation import EvaluationOutput, Implementation, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import RecipeOptimizer
@@ -23,6 +25,10 @@ class ComputeFloor(Implementation):
 
     strategy = "compute_only"
     makes_gradients = True
+
+    @classmethod
+    def is_floor(cls, options: Mapping[str, Any]) -> bool:
+        return True
 
     @classmethod
     def unsupported(
@@ -63,6 +69,10 @@ class ComputeFloor(Implementation):
             skipped=update.skipped,
             learning_rates=update.learning_rates,
         )
+
+    def evaluate(self, batch: Batch) -> EvaluationOutput:
+        with evaluating(self.module):
+            return sum_losses(batch, partial(self.workload.loss_sum, self.module), self.device)
 
     def full_gradients(self) -> dict[str, Tensor]:
         return self.optimizer.unclipped_gradients()

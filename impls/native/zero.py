@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from harness.implementation import Implementation, Preparation, StepOutput, phase
+from harness.implementation import EvaluationOutput, Implementation, Preparation, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import clip_coefficient, global_norm
@@ -292,6 +292,10 @@ class NativeShardedOptimizer(Implementation):
         """Over all shards, padding left out; replicas hold the same shards, so they do not count again."""
         counted = [b.own_gradients for b in self.buckets if b.own_gradients.numel() and self._counts(b)]
         return self.model.norm_over_slices(self.memory.norm_over_shards(global_norm(counted)))
+
+    def evaluate(self, batch: Batch) -> EvaluationOutput:
+        self.memory.check_parameters(self.module)
+        return self.model.evaluate(batch, nullcontext if self.units is None else self.units.forward_alone)
 
     def full_gradients(self) -> dict[str, Tensor]:
         unused = self.memory.unused_everywhere()

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.implementation import Implementation, Preparation, StepOutput, as_it_is, phase
+from harness.evaluation import evaluating, sum_losses
+from harness.implementation import EvaluationOutput, Implementation, Preparation, StepOutput, as_it_is, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import RecipeOptimizer
@@ -24,6 +25,7 @@ from harness.parameters import (
     replicated_state_bytes,
 )
 from harness.workload import Batch, Workload
+from impls.torch.parts.first_ranks_buffers import broadcast_buffers
 
 
 class TorchDataParallel(Implementation):
@@ -88,13 +90,14 @@ class TorchDataParallel(Implementation):
         self.workload = workload
         self.device = device
         self.data_degree = layout.data
+        self.data_group = mesh.group("data")
         self.module = workload.build_model().to(device)
         if workload.synchronise_batch_norm:
-            self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module, mesh.group("data"))
+            self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module, self.data_group)
         self.optimizer = RecipeOptimizer(self.module, workload)
         self.wrapped = DistributedDataParallel(
             self.module,
-            process_group=mesh.group("data"),
+            process_group=self.data_group,
             bucket_cap_mb=bucket_cap_mb,
             find_unused_parameters=_finds_unused(workload, find_unused_parameters),
             gradient_as_bucket_view=True,
@@ -122,6 +125,11 @@ class TorchDataParallel(Implementation):
             skipped=update.skipped,
             learning_rates=update.learning_rates,
         )
+
+    def evaluate(self, batch: Batch) -> EvaluationOutput:
+        with evaluating(self.module):
+            broadcast_buffers(self.module.buffers(), self.data_group)  # DDP would when the next step begins
+            return sum_losses(batch, partial(self.workload.loss_sum, self.module), self.device)
 
     def full_gradients(self) -> dict[str, Tensor]:
         return self.optimizer.unclipped_gradients()

@@ -19,13 +19,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from harness.implementation import Implementation, StepOutput, phase
+from harness.evaluation import evaluating, sum_losses
+from harness.implementation import EvaluationOutput, Implementation, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import clip_coefficient, decay_groups, global_norm, norm_over_ranks, torch_optimizer
 from harness.parameters import LogicalParameter, MemoryCategory, logical_parameters
 from harness.workload import Batch, MicroBatch, Workload
 from impls.torch.parts import sharding_limits
+from impls.torch.parts.first_ranks_buffers import broadcast_buffers
+from impls.torch.parts.resharding import reshard
 from impls.torch.parts.sharded_costs import memory_bytes, wire_bytes
 from impls.torch.parts.sharded_units import group_blocks, plan_units
 from impls.torch.parts.used_parameters import UsedParameters
@@ -183,7 +186,8 @@ class TorchFullySharded(Implementation):
         learning_rate = self.workload.training.learning_rate_at(self.num_updates)
         with phase("optimizer"), torch.no_grad():
             norm, skipped = self._step(learning_rate)
-        self._broadcast_buffers()
+        # fully_shard leaves buffers alone.
+        broadcast_buffers((module.get_buffer(name) for module, name in self._buffers), self.data_group)
         return StepOutput(
             loss_sum=loss_sum,
             num_tokens=num_tokens,
@@ -238,6 +242,12 @@ class TorchFullySharded(Implementation):
         """The global norm in fp64, of the same bits on every rank."""
         return norm_over_ranks(global_norm(gradients).to(self.device), self.shard_group)
 
+    def evaluate(self, batch: Batch) -> EvaluationOutput:
+        with evaluating(self.module):
+            output = sum_losses(batch, self._loss_sum, self.device)
+        reshard(self.module)
+        return output
+
     def full_gradients(self) -> dict[str, Tensor]:
         scale = 1.0 if self._clip_scale is None else float(self._clip_scale)
         gradients = {name: parameter.grad for name, parameter in self.parameters.items() if parameter.grad is not None}
@@ -262,19 +272,6 @@ class TorchFullySharded(Implementation):
             "gradients": [p.grad for p in self.parameters.values() if p.grad is not None],
             "optimizer_states": [value for value in states if isinstance(value, Tensor)],
         }
-
-    def _broadcast_buffers(self) -> None:
-        """The first rank's buffers win, once per step; fully_shard leaves them alone."""
-        in_flight = []
-        for module, name in self._buffers:
-            buffer = module.get_buffer(name)
-            sent = buffer.contiguous()  # a collective takes a buffer's memory for its elements in order
-            in_flight.append((dist.broadcast(sent, group=self.data_group, group_src=0, async_op=True), buffer, sent))
-        for work, buffer, sent in in_flight:
-            assert work is not None
-            work.wait()
-            if sent is not buffer:
-                buffer.copy_(sent)
 
 
 def _blocks_per_group(options: Mapping[str, Any]) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from harness.implementation import Implementation, StepOutput, phase
+from harness.implementation import EvaluationOutput, Implementation, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import RecipeOptimizer
@@ -95,6 +95,9 @@ class TorchPipeline(Implementation):
     def reduce(self) -> None:
         """What several ranks have made of a gradient is summed."""
         self.model.reduce()
+
+    def evaluate(self, batch: Batch) -> EvaluationOutput:
+        return self.model.evaluate(batch)
 
     def full_gradients(self) -> dict[str, Tensor]:
         return self.model.whole(self.optimizer.unclipped_gradients())

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
-from harness.implementation import Implementation, StepOutput, phase
+from harness.evaluation import evaluating, sum_losses
+from harness.implementation import EvaluationOutput, Implementation, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import clip_coefficient, decay_groups, global_norm, norm_over_ranks, torch_optimizer
@@ -59,8 +60,7 @@ class TorchTensorParallel(Implementation):
         loss_sum, num_tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0
         for tensor in (*self.parameters.values(), *self.locals.values()):
             tensor.grad = None
-        parallel: AbstractContextManager[Any] = loss_parallel() if self._cut.cuts_logits else nullcontext()
-        with parallel:
+        with self._loss_of_parts():
             for micro_batch in batch.micro_batches:
                 with phase("forward"):
                     loss = self.workload.loss_sum(self.module, micro_batch)
@@ -83,6 +83,15 @@ class TorchTensorParallel(Implementation):
             skipped=skipped,
             learning_rates=(learning_rate,) * len(self.optimizer.param_groups),
         )
+
+    def evaluate(self, batch: Batch) -> EvaluationOutput:
+        with evaluating(self.module), self._loss_of_parts():
+            return sum_losses(
+                batch, lambda micro_batch: local_part(self.workload.loss_sum(self.module, micro_batch)), self.device
+            )
+
+    def _loss_of_parts(self) -> AbstractContextManager[Any]:
+        return loss_parallel() if self._cut.cuts_logits else nullcontext()
 
     def _step(self, learning_rate: float) -> tuple[Tensor | None, bool]:
         training = self.workload.training

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from harness.implementation import Implementation, Preparation, StepOutput, phase
+from harness.evaluation import evaluating, sum_losses
+from harness.implementation import EvaluationOutput, Implementation, Preparation, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import RecipeOptimizer, torch_optimizer
@@ -32,6 +33,7 @@ from harness.parameters import (
 )
 from harness.workload import Batch, Workload
 from impls.torch.ddp import TorchDataParallel
+from impls.torch.parts.first_ranks_buffers import broadcast_buffers
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -116,7 +118,7 @@ class TorchZero(Implementation):
         self.data_degree = layout.data
         self.device = device
         self.module = workload.build_model().to(device)
-        group = mesh.group("data")
+        self.data_group = group = mesh.group("data")
         if workload.synchronise_batch_norm:
             self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module, group)
         # Before DDP, which lays its gradients out as the parameters lie then: the buffers change their strides.
@@ -153,6 +155,11 @@ class TorchZero(Implementation):
             skipped=update.skipped,
             learning_rates=update.learning_rates,
         )
+
+    def evaluate(self, batch: Batch) -> EvaluationOutput:
+        with evaluating(self.module):
+            broadcast_buffers(self.module.buffers(), self.data_group)  # DDP would when the next step begins
+            return sum_losses(batch, partial(self.workload.loss_sum, self.module), self.device)
 
     def full_gradients(self) -> dict[str, Tensor]:
         return self.optimizer.unclipped_gradients()

@@ -128,20 +128,22 @@ def test_a_suite_that_cannot_run_is_refused_before_it_starts(
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "value"),
+    ("name", "text", "value", "role"),
     [
-        ("native.ddp", "reduction=none", "none"),
-        ("native.pipeline", "transport=none", "none"),
-        ("native.ddp", "bucket_bytes=9", 9),
+        ("native.ddp", "reduction=none", "none", "floor"),
+        ("native.tensor", "transport=none", "none", "floor"),
+        ("native.pipeline", "transport=none", "none", "floor"),
+        ("native.ddp", "bucket_bytes=9", 9, "subject"),
     ],
 )
-def test_an_option_keeps_as_text_what_its_implementation_lists(
-    name: str, text: str, value: Any, monkeypatch: pytest.MonkeyPatch
+def test_an_option_keeps_as_text_what_its_implementation_lists_and_may_make_it_a_floor(
+    name: str, text: str, value: Any, role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     suites = []
     monkeypatch.setattr("harness.suite_run.execute", lambda suite, *_, **__: suites.append(suite) or 0)
     assert cli.main(["try", name, "--data", "2", "-o", text]) == 0
     assert suites[0].cases[1].options == {text.partition("=")[0]: value}
+    assert suites[0].cases[1].role == role
 
 
 def test_a_block_that_cannot_be_timed_by_itself_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,7 +223,7 @@ def test_compare_prints_the_page_or_writes_it(capsys: pytest.CaptureFixture[str]
     results(tmp_path / "r", "ok", "failed")
     assert cli.main(["compare", "r"]) == 0
     page = capsys.readouterr().out
-    assert "| torch.ddp | - |" in page
+    assert "| torch.ddp | 1,234 |" in page
     assert "`meshmark compare r`" in page
     assert cli.main(["compare", "r/results.jsonl", "--out", "page.md"]) == 0
     assert capsys.readouterr().out == "page.md: 2 cases\n"

@@ -18,6 +18,7 @@ def record(sums: list[float | None], checksum: str = "a") -> dict[str, Any]:
         "skipped": [False, True],
         "rates": [(0.1,), (0.2,)],
         "checksums": [checksum] * STEPS,
+        "evaluation": None,
     }
 
 
@@ -48,6 +49,20 @@ def test_the_loss_lives_on_the_last_stage(tensors: Path) -> None:
     layout = Layout(data=2, pipeline=2)
     first, last = record([None, None]), record([4.0, 5.0])
     assert assemble([first, first, last, last], tensors, layout).losses == [2.0, 2.0]
+
+
+def test_an_evaluation_is_over_the_targets_of_the_ranks_that_hold_its_loss(tensors: Path) -> None:
+    def evaluated(loss_sum: float | None, num_tokens: int) -> dict[str, Any]:
+        held = None if loss_sum is None else 1.0
+        return record([held, held]) | {"evaluation": {"loss_sum": loss_sum, "num_tokens": num_tokens}}
+
+    stages = [evaluated(None, 3), evaluated(None, 5), evaluated(7.0, 3), evaluated(9.0, 5)]
+    assert assemble(stages, tensors, Layout(data=2, pipeline=2)).evaluation_loss == 2.0
+    slices = [evaluated(6.0, 3), evaluated(6.0, 3)]
+    assert assemble(slices, tensors, Layout(tensor=2)).evaluation_loss == 2.0
+    assert assemble([record([1.0, 1.0])], tensors, Layout()).evaluation_loss is None
+    with pytest.raises(ValueError, match="evaluation: expected the loss on some rank, every rank answered none"):
+        assemble([record([1.0, 1.0]) | {"evaluation": {"loss_sum": None, "num_tokens": 3}}], tensors, Layout())
 
 
 def test_a_loss_that_nobody_holds_is_an_error_and_no_zero(tensors: Path) -> None:

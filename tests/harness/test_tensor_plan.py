@@ -1,9 +1,14 @@
 """Plans are checked against the model before anything is cut."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 from torch import nn
 
 from harness import models
+from harness.implementation import load
+from harness.layout import Layout
 from harness.tensor_plan import ColumnParallel, RowParallel, VocabularyParallel, resolve
 
 
@@ -42,3 +47,17 @@ def test_llama_is_planned_by_transformers_own_plan() -> None:
     assert plan.roles["causal.model.layers.0.mlp.down_proj"] == RowParallel()
     assert plan.roles["causal.lm_head"] == plan.roles["causal.model.embed_tokens"] == VocabularyParallel()
     assert len(plan.regions) == 4
+
+
+@pytest.mark.parametrize("name", ["native.tensor", "native.hybrid", "torch.tensor", "torch.hybrid"])
+@pytest.mark.parametrize(
+    ("left_out", "role"), [("head.vocabulary", "embedding.token"), ("embedding.token", "head.vocabulary")]
+)
+def test_a_tie_of_which_the_plan_names_one_module_is_refused_by_everyone(name: str, left_out: str, role: str) -> None:
+    whole = models.load("gpt:size=tiny,tied=true")
+    assert whole.tensor_plan is not None
+    planner = whole.tensor_plan
+    half = replace(whole, tensor_plan=lambda model: {k: v for k, v in planner(model).items() if k != left_out})
+    reason = load(name).unsupported(half, Layout(tensor=2, data=2 if "hybrid" in name else 1), torch.device("cpu"), {})
+    assert reason is not None
+    assert reason.startswith(f"tensor plan: {left_out}.weight is tied to {role}.weight, which is cut, and has no role")

@@ -29,6 +29,16 @@ def test_a_right_case_passes() -> None:
         ({"options": {"reduction": "rign"}}, "option reduction: native.ddp expects one of all_reduce"),
         ({"options": {"bucket_bytes": "many"}}, "option bucket_bytes: native.ddp expects int, got 'many'"),
         ({"options": {"bucket_bytes": 0}}, "native.ddp: bucket_bytes must be at least 1, got 0"),
+        (
+            {"options": {"reduction": "none"}},
+            "it exchanges nothing and trains no model: expected the role floor, got sub",
+        ),
+        ({"implementation": "native.floor", "role": "peer"}, "expected the role floor, got peer"),
+        ({"role": "floor"}, "expected an implementation that exchanges nothing in the role floor, got one that does"),
+        (
+            {"options": {"reduction": "none", "transport": "shared_memory"}, "role": "floor"},
+            "native.ddp: reduction=none sums nothing, got transport=shared_memory to sum it through",
+        ),
         ({"options": {"small_bytes": -1}}, "native.ddp: small_bytes must be at least 0, got -1"),
     ],
 )

@@ -7,13 +7,14 @@ from dataclasses import replace
 from functools import cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from harness.evaluation import evaluating
 from harness.models.awkward.small_gpt import LENGTH, small_gpt
 from harness.optimizer import RecipeOptimizer
 from harness.parity import Tolerance
 from harness.trajectory import Trajectory
-from harness.workload import Training, Workload, in_precision
+from harness.workload import MicroBatch, Training, Workload, in_precision
 
 torch.set_num_threads(1)  # as a rank does: tensors this small only wait for each other
 
@@ -75,6 +76,8 @@ def train(
                 workload.batch(step, data_rank=rank, data_degree=data_degree).micro_batches
             )
         }
+        if step == num_steps - 1:
+            evaluation_loss = evaluated(workload, model, micro_batches)
         shares, loss_sum = {}, 0.0
         for key in order(list(micro_batches)):
             loss = workload.loss_sum(model, micro_batches[key])
@@ -97,6 +100,7 @@ def train(
         rates.append(update.learning_rates)
     return Trajectory(
         losses=losses,
+        evaluation_loss=evaluation_loss,
         gradient_norms=norms,
         gradients=gradients,
         starting_parameters=starting,
@@ -106,6 +110,12 @@ def train(
         learning_rates=rates,
         replica_checksums={rank: ["same"] * num_steps for rank in range(data_degree)},
     )
+
+
+def evaluated(workload: Workload, model: nn.Module, micro_batches: Mapping[tuple[int, int], MicroBatch]) -> float:
+    with evaluating(model):
+        loss_sum = sum(float(workload.loss_sum(model, micro_batch)) for micro_batch in micro_batches.values())
+    return loss_sum / sum(micro_batch.num_tokens for micro_batch in micro_batches.values())
 
 
 def _only(chosen: Callable[[tuple[int, int]], bool], times: float = 1.0) -> Reduction:

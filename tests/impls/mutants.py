@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from harness.implementation import StepOutput
+from harness.evaluation import sum_losses
+from harness.implementation import EvaluationOutput, StepOutput
 from harness.workload import Batch
 from impls.native.ddp import NativeDataParallel
 from impls.native.parts.bucket_sums import BucketSums, Piece
@@ -149,3 +151,21 @@ class NeverClips(NativeDataParallel):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.workload = replace(self.workload, training=replace(self.workload.training, clip_norm=None))
+
+
+class EvaluatesInTraining(NativeDataParallel):
+    """The model is not put into evaluation mode."""
+
+    def evaluate(self, batch: Batch) -> EvaluationOutput:
+        with torch.random.fork_rng(), torch.no_grad():
+            return sum_losses(batch, self.model.loss_sum, self.device)
+
+
+class EvaluationMovesStatistics(NativeDataParallel):
+    """An evaluation comes after a forward that counts for BatchNorm's statistics."""
+
+    def evaluate(self, batch: Batch) -> EvaluationOutput:
+        output = super().evaluate(batch)
+        with torch.no_grad():
+            self.module(batch.micro_batches[0].inputs)
+        return output

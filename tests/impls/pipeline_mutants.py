@@ -3,12 +3,13 @@ fail the parity gate."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
+from harness.chain import Border
 from harness.implementation import StepOutput
 from harness.workload import Batch
 from impls.native.parts.pipeline_executor import StageRun
@@ -44,12 +45,14 @@ class LabelsOfAnother(_Mutant):
         super().__init__(*arguments, **options)
         run_of = self.stages._run_of
 
-        def mismatched(stage: int, batch: Batch, losses: list[Tensor]) -> StageRun:
+        def mismatched(
+            stage: int, batch: Batch, losses: list[Tensor], borders: Sequence[tuple[Border, ...]]
+        ) -> StageRun:
             given = batch.micro_batches
             paired = (
                 replace(one, targets=other.targets) for one, other in zip(given, (*given[1:], given[0]), strict=True)
             )
-            return run_of(stage, replace(batch, micro_batches=tuple(paired)), losses)
+            return run_of(stage, replace(batch, micro_batches=tuple(paired)), losses, borders)
 
         self.stages._run_of = mismatched  # type: ignore[method-assign]
 
@@ -88,8 +91,10 @@ class LastBackwardDropped(_Mutant):
         super().__init__(*arguments, **options)
         run_of = self.stages._run_of
 
-        def forgetful(stage: int, batch: Batch, losses: list[Tensor]) -> StageRun:
-            run = run_of(stage, batch, losses)
+        def forgetful(
+            stage: int, batch: Batch, losses: list[Tensor], borders: Sequence[tuple[Border, ...]]
+        ) -> StageRun:
+            run = run_of(stage, batch, losses, borders)
             forward = run.forward
 
             def forward_only(micro_batch: int, inputs: list[Tensor]) -> list[Tensor]:

@@ -122,6 +122,8 @@ def check(worlds: Worlds, name: str, options: dict[str, Any], kind: str, layout:
     parity = worlds.parity(case)
     assert parity.ok, f"{layout}: {parity.explanation}"
     assert parity.replicas_bit_equal
+    evaluates = implementation.load(name).evaluate is not implementation.Implementation.evaluate
+    assert (parity.evaluation_loss_relative is not None) == evaluates
 
 
 def everyday() -> Iterator[Any]:
@@ -150,6 +152,12 @@ def test_trains_what_one_process_trains(
     if not layouts:
         pytest.skip(refusal(name, options, kind))
     check(worlds, name, options, kind, layouts[turn % len(layouts)])
+
+
+@pytest.mark.parametrize("name", [n for n in implementation.names() if n.startswith(("reference", "native", "torch"))])
+def test_every_strategy_of_ours_and_of_torch_evaluates(name: str) -> None:
+    """What that gives is judged with every case above."""
+    assert implementation.load(name).evaluate is not implementation.Implementation.evaluate
 
 
 @pytest.mark.exhaustive

@@ -27,6 +27,8 @@ _FAULTS = [
     ("EverythingDecays", "decay_groups", {}, "weight decay is applied to every parameter"),
     ("UnusedDecays", "unused", {}, "which the reference has not"),
     ("OwnBuffers", "batch_norm", {}, "no longer hold the same bits"),
+    ("EvaluatesInTraining", "dropout", {}, "worst in the evaluation loss"),
+    ("EvaluationMovesStatistics", "batch_norm", {}, "the buffer of"),
     ("NeverClips", "clipped", {}, "gradients are not clipped"),
 ]
 

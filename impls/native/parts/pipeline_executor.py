@@ -111,7 +111,8 @@ class Executor:
         run.begin(micro_batch)
         with phase("forward"):
             outputs = run.forward(micro_batch, inputs)
-        self._alive[stage, micro_batch] = _Alive(inputs=inputs, outputs=outputs)
+        if torch.is_grad_enabled():  # a backward follows
+            self._alive[stage, micro_batch] = _Alive(inputs=inputs, outputs=outputs)
         return outputs
 
     def _go_backward(self, action: Action, gradients: list[Tensor] | None) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -10,20 +11,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.chain import Border, as_value, holders_of, keep_parameters, run_blocks
-from harness.implementation import phase
+from harness.evaluation import evaluating
+from harness.implementation import EvaluationOutput, phase
 from harness.optimizer import norm_over_ranks
 from harness.workload import Batch
 from impls.native.parts.direct_gradients import Place, TrainingTask
 from impls.native.parts.pipeline_executor import Executor, StageRun
 from impls.native.parts.pipeline_messages import Messages
 from impls.native.parts.rank_model import Kinds, Passes, RankModel
-from impls.native.parts.schedules import Schedule
+from impls.native.parts.schedules import Schedule, forwards
 
 
 class PipelineStages(RankModel):
-    """This rank's stages of `whole`, stage s on the pipeline's rank s modulo their number; `stages` are the blocks of
-    each. Collective over `group`; `make_ties` makes the group of those places in it that hold the parameters which
-    several stages use.
+    """The stages of the pipeline's `rank` of `whole`, stage s on rank s modulo their number; `stages` are the blocks of
+    each. Collective over `group`, which takes what is not on the way of a forward or backward; none where nothing is
+    asked for between steps. `make_ties` makes the group of those ranks that hold the parameters which several stages
+    use.
 
     Of the model that is built whole only the stages' own parameters stay.
     """
@@ -31,19 +34,20 @@ class PipelineStages(RankModel):
     def __init__(
         self,
         whole: RankModel,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         whose: str,
         *,
+        rank: int,
         stages: Sequence[range],
         schedule: Schedule,
         make_ties: Callable[[Sequence[int]], dist.ProcessGroup | None],
-        messages: type[Messages] = Messages,
+        messages: Messages,
     ) -> None:
         workload = whole.workload
         assert workload.chain is not None
         super().__init__(workload, whole.device, whose, module=whole.module)
         self._slice = whole
-        self._group, self._rank = group, group.rank()
+        self._group, self._rank = group, rank
         self._schedule = schedule
         self._actions = schedule.table()[self._rank]
         blocks = list(workload.chain(self.module))
@@ -53,7 +57,7 @@ class PipelineStages(RankModel):
             if stage % schedule.num_ranks == self._rank
         }
         self._last_blocks = [of_stage.stop - 1 for of_stage in stages]
-        self._borders: dict[tuple[int, ...], tuple[Border, ...]] = {}
+        self._borders: dict[tuple[tuple[int, ...], bool], tuple[Border, ...]] = {}  # by shape, and whether evaluated
         rank_of = [stage % schedule.num_ranks for stage in range(len(stages))]
         holders = holders_of(self.module, blocks, stages, rank_of)
         self._holders = {name: tuple(sorted(ranks)) for name, ranks in holders.items()}
@@ -62,31 +66,42 @@ class PipelineStages(RankModel):
         keep_parameters(self.module, {name for name, ranks in holders.items() if self._rank in ranks})
         kept = {name for name, _ in self.module.named_parameters()}
         self.parameters = tuple(parameter for parameter in whole.parameters if parameter.name in kept)
-        self._messages = messages(group, whole.device)
+        self._messages = messages
 
     def kinds(self, name: str) -> Kinds:
         return (*self._slice.kinds(name), self._holders[name])
 
     def forward_backward(self, batch: Batch, task: TrainingTask, passes: Passes) -> tuple[Tensor | None, int]:
         losses: list[Tensor] = []
-        runs = {stage: self._run_of(stage, batch, losses) for stage in self._blocks}
-        executor = Executor(
-            self._messages,
-            task,
-            rank=self._rank,
-            num_ranks=self._schedule.num_ranks,
-            num_stages=self._schedule.num_stages,
-        )
         passes.begin_micro_batch(-1)  # nothing is reduced before all are through
-        executor.run(self._actions, runs)
+        self._executor(task).run(self._actions, self._runs(batch, losses))
         self.kept_views.check()
         passes.end_backward()
         with phase("reduce"):
             passes.reduce(True)
-        num_tokens = sum(micro_batch.num_tokens for micro_batch in batch.micro_batches)
-        if not losses:
-            return None, num_tokens
-        return torch.stack([loss.detach().double() for loss in losses]).sum(), num_tokens
+        return _total(losses), batch.num_tokens
+
+    def evaluate(
+        self, batch: Batch, forward: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> EvaluationOutput:
+        losses: list[Tensor] = []
+        actions = forwards(
+            self._rank,
+            num_ranks=self._schedule.num_ranks,
+            num_stages=self._schedule.num_stages,
+            num_micro_batches=len(batch.micro_batches),
+        )
+        blocks = [block for of_stage in self._blocks.values() for block in of_stage]
+        with evaluating(self.module, *blocks), forward():
+            self._executor(TrainingTask()).run(actions, self._runs(batch, losses, evaluates=True))
+        self.kept_views.check()
+        return EvaluationOutput(loss_sum=_total(losses), num_tokens=batch.num_tokens)
+
+    def foresee(self, batch: Batch) -> None:
+        """Finds out what crosses borders with micro-batches like these, as a step does when it meets the first of a
+        shape."""
+        for micro_batch in batch.micro_batches:
+            self._borders_of(micro_batch.inputs, evaluates=False)
 
     def write_directly(self, places: dict[str, Place], task: TrainingTask) -> None:
         self._slice.write_directly(places, task)
@@ -104,6 +119,7 @@ class PipelineStages(RankModel):
         return self._rank == holders[0] and self._slice.counts(tuple(of_slice))
 
     def norm_over_slices(self, own: Tensor) -> Tensor:
+        assert self._group is not None
         return norm_over_ranks(self._slice.norm_over_slices(own).to(self.device), self._group)
 
     def whole(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -116,6 +132,7 @@ class PipelineStages(RankModel):
 
     def _merged(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Of what several ranks tell the first one's."""
+        assert self._group is not None
         of_ranks: list[Any] = [None] * self._group.size()
         dist.all_gather_object(of_ranks, dict(own), group=self._group)
         found: dict[str, Tensor] = {}
@@ -132,8 +149,23 @@ class PipelineStages(RankModel):
     def close(self) -> None:
         self._slice.close()
 
-    def _run_of(self, stage: int, batch: Batch, losses: list[Tensor]) -> StageRun:
-        of_micro_batches = [self._borders_of(micro_batch.inputs) for micro_batch in batch.micro_batches]
+    def _executor(self, task: TrainingTask) -> Executor:
+        return Executor(
+            self._messages,
+            task,
+            rank=self._rank,
+            num_ranks=self._schedule.num_ranks,
+            num_stages=self._schedule.num_stages,
+        )
+
+    def _runs(self, batch: Batch, losses: list[Tensor], *, evaluates: bool = False) -> dict[int, StageRun]:
+        """Each of this rank's stages; the losses of the last stage's micro-batches are put into `losses`."""
+        found = [self._borders_of(micro_batch.inputs, evaluates) for micro_batch in batch.micro_batches]
+        return {stage: self._run_of(stage, batch, losses, found) for stage in self._blocks}
+
+    def _run_of(
+        self, stage: int, batch: Batch, losses: list[Tensor], of_micro_batches: Sequence[tuple[Border, ...]]
+    ) -> StageRun:
         is_last = stage == self._schedule.num_stages - 1
         before = [] if not stage else [found[self._last_blocks[stage - 1]] for found in of_micro_batches]
         after = [] if is_last else [found[self._last_blocks[stage]] for found in of_micro_batches]
@@ -153,8 +185,13 @@ class PipelineStages(RankModel):
 
         return StageRun(begin=begin, forward=forward, inputs=before, outputs=after)
 
-    def _borders_of(self, inputs: Tensor) -> tuple[Border, ...]:
-        shape = tuple(inputs.shape)
-        if shape not in self._borders:
-            self._borders[shape] = self._slice.borders(inputs)
-        return self._borders[shape]
+    def _borders_of(self, inputs: Tensor, evaluates: bool) -> tuple[Border, ...]:
+        key = tuple(inputs.shape), evaluates
+        if key not in self._borders:
+            self._borders[key] = self._slice.borders(inputs, evaluates=evaluates)
+        return self._borders[key]
+
+
+def _total(losses: Sequence[Tensor]) -> Tensor | None:
+    """None where the loss does not live."""
+    return torch.stack([loss.detach().double() for loss in losses]).sum() if losses else None

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from harness.chain import Border, borders
-from harness.implementation import phase
+from harness.evaluation import evaluating, sum_losses
+from harness.implementation import EvaluationOutput, phase
 from harness.parameters import LogicalParameter, logical_parameters
 from harness.workload import Batch, MicroBatch, Workload
 from impls.native.parts.direct_gradients import Place, TrainingTask, write_directly
@@ -56,7 +57,7 @@ class RankModel:
     ) -> None:
         self.workload = workload
         self.device = device
-        self.module: nn.Module = (workload.build_model() if module is None else module).to(device)
+        self.module = on_device(workload.build_model() if module is None else module, device)
         self.kept_views = KeptViews(self.module, whose)
         self.parameters: tuple[LogicalParameter, ...] = logical_parameters(self.module, workload.decays)
 
@@ -93,10 +94,24 @@ class RankModel:
             num_tokens += micro_batch.num_tokens
         return loss_sum, num_tokens
 
-    def borders(self, inputs: Tensor) -> tuple[Border, ...]:
+    def evaluate(
+        self, batch: Batch, forward: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> EvaluationOutput:
+        """As Implementation.evaluate; `forward` is what the data axis has to do around each micro-batch."""
+
+        def loss_sum(micro_batch: MicroBatch) -> Tensor:
+            with forward():
+                loss = self.loss_sum(micro_batch)
+            self.kept_views.check()
+            return loss
+
+        with evaluating(self.module):
+            return sum_losses(batch, loss_sum, self.device)
+
+    def borders(self, inputs: Tensor, *, evaluates: bool = False) -> tuple[Border, ...]:
         """What each block of the chain hands to the next on this rank, and the last one yields, for a micro-batch like
-        `inputs`. NoChain where the model is none."""
-        return borders(self.workload, inputs)
+        `inputs`, in training or where the model `evaluates`. NoChain where the model is none."""
+        return borders(self.workload, inputs, evaluates=evaluates)
 
     def begin_pass(self, inputs: Tensor) -> None:
         """Blocks will go forward or backward with a micro-batch of these `inputs`, whose `borders` are known."""
@@ -133,3 +148,9 @@ class RankModel:
 
     def close(self) -> None:
         """Releases what outlives the object."""
+
+
+def on_device(module: nn.Module, device: torch.device) -> nn.Module:
+    """`module` there; not moved where it is already, which tensors without memory would not bear."""
+    tensors = (*module.parameters(), *module.buffers())
+    return module if all(tensor.device == device for tensor in tensors) else module.to(device)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import ClassVar
 
 from impls.native.parts.pipeline_actions import Action, Kind, Table, check, most_in_flight
@@ -183,3 +183,10 @@ def make(name: str, *, num_ranks: int, num_micro_batches: int, num_chunks: int =
     if name not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {name!r}")
     return SCHEDULES[name](num_ranks=num_ranks, num_micro_batches=num_micro_batches, num_chunks=num_chunks)
+
+
+def forwards(rank: int, *, num_ranks: int, num_stages: int, num_micro_batches: int) -> tuple[Action, ...]:
+    """What the rank does where no backward follows: stage s comes to micro-batch m at clock s + m."""
+    own = product(range(rank, num_stages, num_ranks), range(num_micro_batches))
+    in_order = sorted(own, key=lambda forward: (sum(forward), forward))
+    return tuple(Action(stage, Kind.FORWARD, micro_batch) for stage, micro_batch in in_order)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from harness.tensor_plan import ColumnParallel, ResolvedPlan, Role, RowParallel, check_divides
+from harness.tensor_plan import ColumnParallel, ResolvedPlan, Role, RowParallel, check_divides, check_ties
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,25 +56,13 @@ def cuts_of(model: nn.Module, plan: ResolvedPlan, degree: int) -> dict[str, Cut]
     """How each parameter that is cut is cut, by all of its names. ValueError with every number where units do not
     divide by the degree, or where a tied parameter would be cut in two ways or at one of its names only."""
     check_divides(model, plan, degree)
-    cuts: dict[str, Cut] = {}
-    by_parameter: dict[int, Cut] = {}
-    names: dict[int, str] = {}
-    for name, role in plan.roles.items():
-        for kind, parameter in model.get_submodule(name).named_parameters(recurse=False):
-            cut = _cut(role, kind, parameter, degree)
-            if cut is None:
-                continue
-            if by_parameter.setdefault(id(parameter), cut) != cut:
-                raise ValueError(f"tensor plan: {name}.{kind} is tied to a parameter that is cut in another way")
-            cuts[f"{name}.{kind}"] = cut
-            names.setdefault(id(parameter), f"{name}.{kind}")
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in by_parameter and name not in cuts:
-            raise ValueError(
-                f"tensor plan: {name} is tied to {names[id(parameter)]}, which is cut, and has no role: expected the "
-                "plan to name both"
-            )
-    return cuts
+    check_ties(model, plan)
+    return {
+        f"{name}.{kind}": cut
+        for name, role in plan.roles.items()
+        for kind, parameter in model.get_submodule(name).named_parameters(recurse=False)
+        if (cut := _cut(role, kind, parameter, degree)) is not None
+    }
 
 
 def _cut(role: Role, kind: str, parameter: nn.Parameter, degree: int) -> Cut | None:

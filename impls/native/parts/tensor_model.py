@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from harness.chain import Border, borders
 from harness.optimizer import norm_over_ranks
 from harness.parameters import logical_parameters
-from harness.tensor_plan import ColumnParallel, RowParallel, VocabularyParallel, partial_parameters, resolve
+from harness.tensor_plan import ColumnParallel, RowParallel, partial_parameters, resolve
 from harness.workload import Workload, in_compute_precision
 from harness.workload import cross_entropy_sum as plain_cross_entropy_sum
 from impls.native.parts import tensor_layers, tensor_vocabulary
 from impls.native.parts.counting_exchange import CountingExchange
 from impls.native.parts.direct_gradients import Place, TrainingTask, can_be_written
 from impls.native.parts.order_of_use import order_of_use
-from impls.native.parts.rank_model import Kinds, RankModel
+from impls.native.parts.rank_model import Kinds, RankModel, on_device
 from impls.native.parts.tensor_cut import Cut, cuts_of, take_local
 from impls.native.parts.tensor_exchange import TensorExchange
 from impls.native.parts.tensor_layers import CutLayer, TensorContext
@@ -58,7 +58,7 @@ class TensorSlice(RankModel):
         whole = {parameter.name: parameter for parameter in self.parameters}
         self._cuts = cuts_of(self.module, self._plan, exchange.num_ranks)
         take_local(self.module, self._cuts, exchange.rank)
-        self.module, self.device = self.module.to(device), device
+        self.module, self.device = on_device(self.module, device), device
         # Names, decay and ties are the whole parameters'; shapes are the slices'.
         self.parameters = tuple(
             replace(whole[parameter.name], shape=parameter.shape)
@@ -81,7 +81,7 @@ class TensorSlice(RankModel):
             return super().loss(outputs, targets)
         return tensor_vocabulary.cross_entropy_sum(outputs, targets, self._head_first, self.context)
 
-    def borders(self, inputs: Tensor) -> tuple[Border, ...]:
+    def borders(self, inputs: Tensor, *, evaluates: bool = False) -> tuple[Border, ...]:
         exchange = self.context.exchange
         without_values = TensorSlice(
             self.workload,
@@ -93,7 +93,7 @@ class TensorSlice(RankModel):
             data_degree=self._data_degree,
             module=in_compute_precision(self.workload, self.workload.model_without_memory()),
         )
-        found = borders(self.workload, inputs, lambda: without_values.module)
+        found = borders(self.workload, inputs, lambda: without_values.module, evaluates=evaluates)
         self._pieces[tuple(inputs.shape)] = without_values.context.sizes
         return found
 
@@ -230,29 +230,6 @@ def _row(module: nn.Linear, layer: CutLayer, inputs: Tensor) -> Tensor:
 
 def _embed(module: nn.Embedding, layer: CutLayer, indices: Tensor) -> Tensor:
     return tensor_vocabulary.embedding(indices, module.weight, layer)
-
-
-def why_not(workload: Workload, degree: int, *, cuts_sequence: bool = False) -> str | None:
-    """Why the workload's model cannot be cut among `degree` ranks, or None: beside what any tensor parallelism refuses,
-    a tied parameter that would not be cut alike everywhere, and a cut sequence that nothing puts together again."""
-    if reason := workload.fits_tensor_degree(degree):
-        return reason
-    assert workload.tensor_plan is not None
-    model = workload.model_without_memory()
-    try:
-        plan = resolve(model, workload.tensor_plan(model))
-        cuts_of(model, plan, degree)
-    except ValueError as error:
-        return str(error)
-    cut_by_vocabulary = (
-        model.get_submodule(n) for n, role in plan.roles.items() if isinstance(role, VocabularyParallel)
-    )
-    if cuts_sequence and not any(isinstance(module, nn.Linear) for module in cut_by_vocabulary):
-        return (
-            "sequence_parallel needs a vocabulary-parallel head, which puts the sequence together again: the tensor "
-            f"plan of {workload.name} has none"
-        )
-    return None
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:

@@ -103,6 +103,7 @@ class UnitGathers:
         self._num_norms = 0  # calls of them in this forward
         self._num_entered = 0
         self._called: set[int] = set()  # in this forward; others may have been passed over
+        self._is_alone = False  # no backward follows
         self._is_backward = False
         self._backward_at = 0  # the block that backward is in, or the number of units before it has begun
         self._comes_again = False
@@ -131,6 +132,16 @@ class UnitGathers:
         self._enter(0)
         with saved_tensors_hooks(self._pack, self._unpack) if self._watches_saved else nullcontext():
             yield
+
+    @contextmanager
+    def forward_alone(self) -> Iterator[None]:
+        """The forward of a micro-batch that no backward follows goes on."""
+        self._is_alone = True
+        with self.forward():
+            yield
+        self._pass_up_to(len(self._units) - 1)
+        self._is_alone = False
+        self.forget()
 
     def begin_backward(self, *, comes_again: bool) -> None:
         """The loss is there; see [Note: One order]. `comes_again` if the step has further micro-batches: what lies in
@@ -198,6 +209,8 @@ class UnitGathers:
 
     def _leave(self, unit: int, inputs: Any, output: Any) -> None:
         """See [Note: When backward is done with a block]."""
+        if self._is_alone and self._reshards:
+            self._hide(unit)
         if not torch.is_grad_enabled():
             return
         module = self._units[unit].module

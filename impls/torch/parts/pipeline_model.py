@@ -5,19 +5,22 @@ Torch knows no parameters that stages share: the ranks that hold one sum its gra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.chain import chain_of, keep_parameters
+from harness.chain import Border, as_value, borders, chain_of, keep_parameters
+from harness.evaluation import evaluating
+from harness.implementation import EvaluationOutput
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import global_norm, norm_over_ranks
 from harness.workload import Batch, Workload
 from impls.torch.parts import pipeline_schedules
+from impls.torch.parts.pipeline_evaluation import Forward, forward_through
 from impls.torch.parts.pipeline_plan import plan
 from impls.torch.parts.pipeline_stage import StageModule, make_stage, received_tensors
 
@@ -39,6 +42,7 @@ class PipelineModel:
         self.module.to(device)
         own = self._plan.stages_on(self._rank)
         modules = {stage: StageModule([chain.blocks[index] for index in self._plan.stages[stage]]) for stage in own}
+        self._modules = modules
         self._stages = [make_stage(self._plan, stage, module, device, self._group) for stage, module in modules.items()]
         self._schedule = pipeline_schedules.make(
             options.get("schedule", "1f1b"), self._stages, workload.training.num_micro_batches, self._objective
@@ -46,6 +50,7 @@ class PipelineModel:
         self._is_first, self._is_last = 0 in own, self._plan.num_stages - 1 in own
         sharing = sorted({tuple(ranks) for ranks in self._plan.held_by.values() if len(ranks) > 1})
         self._ties = {ranks: mesh.part("pipeline", ranks) for ranks in sharing}
+        self._evaluated_borders: dict[tuple[int, ...], tuple[Border, ...]] = {}  # by the inputs' shape
         self._losses: list[Tensor] = []
         self._num_tokens: list[int] = []
 
@@ -64,6 +69,35 @@ class PipelineModel:
         )
         loss_sum = torch.stack(self._losses).double().sum() if self._is_last else None
         return loss_sum, sum(self._num_tokens)
+
+    def evaluate(self, batch: Batch) -> EvaluationOutput:
+        """The sum of the losses, None where the loss does not live. Collective."""
+        losses: list[Tensor] = []
+        found = [self._borders(micro_batch.inputs) for micro_batch in batch.micro_batches]
+        handed = [[of_blocks[blocks.stop - 1] for of_blocks in found] for blocks in self._plan.stages]
+        with evaluating(self.module, *self._modules.values()):
+            forwards = {stage: self._forward(stage, batch, losses) for stage in self._modules}
+            forward_through(forwards, self._plan.rank_of, handed, self._group, self._device)
+        loss_sum = torch.stack(losses).double().sum() if self._is_last else None
+        return EvaluationOutput(loss_sum=loss_sum, num_tokens=batch.num_tokens)
+
+    def _forward(self, stage: int, batch: Batch, losses: list[Tensor]) -> Forward:
+        def forward(index: int, inputs: Sequence[Tensor]) -> list[Tensor]:
+            micro_batch = batch.micro_batches[index]
+            self._workload.begin_forward(micro_batch)
+            outputs = self._modules[stage].tensors(inputs or [micro_batch.inputs])
+            if stage == self._plan.num_stages - 1:
+                loss = self._workload.loss(as_value(outputs), micro_batch.targets)
+                losses.append(loss if micro_batch.num_tokens else loss * 0.0)
+            return outputs
+
+        return forward
+
+    def _borders(self, inputs: Tensor) -> tuple[Border, ...]:
+        shape = tuple(inputs.shape)
+        if shape not in self._evaluated_borders:
+            self._evaluated_borders[shape] = borders(self._workload, inputs, evaluates=True)
+        return self._evaluated_borders[shape]
 
     def reduce(self) -> None:
         """The gradients of parameters that several ranks hold, between them."""

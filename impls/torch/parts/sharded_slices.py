@@ -19,11 +19,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
-from harness.implementation import phase
+from harness.evaluation import evaluating, sum_losses
+from harness.implementation import EvaluationOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import global_norm, norm_over_ranks
 from harness.workload import Batch, Workload
+from impls.torch.parts.resharding import reshard
 from impls.torch.parts.sharded_units import group_blocks
 from impls.torch.parts.tensor_slices import cut, local_part
 
@@ -59,8 +61,7 @@ class ShardedSlices:
         loss_sum, num_tokens = torch.zeros((), dtype=torch.float64, device=self._device), 0
         for parameter in self._parameters.values():
             parameter.grad = None
-        parallel: AbstractContextManager[Any] = loss_parallel() if self._cut.cuts_logits else nullcontext()
-        with parallel:
+        with self._loss_of_parts():
             for micro_batch in batch.micro_batches:
                 with phase("forward"):
                     loss = self._workload.loss_sum(self.module, micro_batch)
@@ -70,6 +71,18 @@ class ShardedSlices:
                 loss_sum += local_part(loss)
                 num_tokens += micro_batch.num_tokens
         return loss_sum, num_tokens
+
+    def evaluate(self, batch: Batch) -> EvaluationOutput:
+        """Of this data rank's share. Collective."""
+        with evaluating(self.module), self._loss_of_parts():
+            output = sum_losses(
+                batch, lambda micro_batch: local_part(self._workload.loss_sum(self.module, micro_batch)), self._device
+            )
+        reshard(self.module)
+        return output
+
+    def _loss_of_parts(self) -> AbstractContextManager[Any]:
+        return loss_parallel() if self._cut.cuts_logits else nullcontext()
 
     def reduce(self) -> None:
         """What backward has not summed: summands of what is whole on every tensor rank."""

@@ -54,6 +54,29 @@ class Activations(nn.Module):
         return torch.tanh(x)
 
 
+class Noting(nn.Module):
+    """Hands on more in training than in evaluation, as a router does that wants to be balanced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        y = torch.tanh(self.layer(x))
+        return (y, y.square().mean(1)) if self.training else y
+
+
+class Noted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, given: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        x, note = given if isinstance(given, tuple) else (given, given.new_zeros(len(given)))
+        output: Tensor = self.layer(x) + note.unsqueeze(1)
+        return output
+
+
 class Shift(nn.Module):
     """Before the first product of a chain, so that backward has the gradient of its input to compute, too."""
 
@@ -97,6 +120,10 @@ class Uneven(Workload):
 
 def several_tensors(num_micro_batches: int = 3) -> Workload:
     return _workload(lambda: nn.Sequential(Stem(), Middle(), Middle(), End()), num_micro_batches)
+
+
+def more_in_training(num_micro_batches: int = 2) -> Workload:
+    return _workload(lambda: nn.Sequential(Noting(), Noted()), num_micro_batches)
 
 
 def empty_stage(num_micro_batches: int = 2) -> Workload:

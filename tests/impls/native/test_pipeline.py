@@ -44,6 +44,7 @@ def test_any_number_of_micro_batches(worlds: Worlds, options: dict[str, Any], nu
         ("several_tensors", 3, {"partition": "memory"}),
         ("several_tensors", 4, {"schedule": "zero_bubble", "partition": "uniform"}),
         ("several_tensors", 2, {"schedule": "interleaved_1f1b", "chunks": 2, "partition": "uniform"}),
+        ("more_in_training", 2, {"partition": "uniform"}),
         ("empty_stage", 3, {"partition": "uniform"}),
         ("frozen_start", 3, {"schedule": "gpipe", "partition": "uniform"}),
         ("crossing_ties", 4, {"partition": "uniform"}),
@@ -59,6 +60,7 @@ def test_borders_of_all_sorts(worlds: Worlds, name: str, num_stages: int, option
     )
     parity = worlds.parity(case)
     assert parity.ok, parity.explanation
+    assert parity.evaluation_loss_relative is not None
 
 
 @pytest.mark.parametrize(

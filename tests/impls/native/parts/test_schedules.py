@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from impls.native.parts.pipeline_actions import Action, Kind, check, most_in_flight, read, write
+from impls.native.parts.pipeline_actions import Action, Kind, check, in_an_order, most_in_flight, read, write
 from impls.native.parts.pipeline_timeline import play
-from impls.native.parts.schedules import SCHEDULES, Schedule, make
+from impls.native.parts.schedules import SCHEDULES, Schedule, forwards, make
 
 GOLDEN = sorted(Path(__file__).with_name("golden_schedules").glob("*.txt"))
 EVERY = [
@@ -126,3 +126,18 @@ def test_numbers_without_meaning_are_refused() -> None:
         made("1f1b", 2, 0)
     with pytest.raises(ValueError, match=r"schedule must be one of gpipe, .*, got 'dfs'"):
         made("dfs", 2, 4)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 5])
+def test_forwards_alone_are_complete_and_possible(num_ranks: int, num_chunks: int, num_micro_batches: int) -> None:
+    num_stages = num_ranks * num_chunks
+    table = tuple(
+        forwards(rank, num_ranks=num_ranks, num_stages=num_stages, num_micro_batches=num_micro_batches)
+        for rank in range(num_ranks)
+    )
+    wanted = {Action(s, Kind.FORWARD, m) for s in range(num_stages) for m in range(num_micro_batches)}
+    assert len(in_an_order(table, num_stages)) == len(wanted)
+    assert {action for actions in table for action in actions} == wanted
+    assert all(action.stage % num_ranks == rank for rank, actions in enumerate(table) for action in actions)

@@ -1,0 +1,155 @@
+"""Engines: what starts the ranks of a case. `local` forks them on this machine, in emulated nodes where a case has
+several; `torchrun` and `srun` have torchrun's agents start them, here or on the nodes of a Slurm allocation."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, Protocol
+
+from harness.case import Case, Suite
+from harness.launch import emulated
+from harness.launch.emulated import EmulatedNodes
+from harness.launch.local import LocalLaunch
+from harness.launch.torchrun import AgentCommands, TorchrunLaunch, agent_command, free_port, is_host, local_agents
+from harness.launch.watched import Launch
+from harness.topology import Topology
+
+Name = Literal["local", "torchrun", "srun"]
+NAMES: tuple[Name, ...] = ("local", "torchrun", "srun")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """How the ranks of one launch are to start."""
+
+    case: Case
+    directory: Path
+    weights: Path
+    device: str
+    instrumented: bool
+    nodes: EmulatedNodes | None = None
+
+
+class Engine(Protocol):
+    """What starts ranks. `emulates` nodes where a case has several; `shares_files` through a directory of the results
+    where ranks do not see this machine's own."""
+
+    emulates: bool
+    shares_files: bool
+
+    def placed(self, case: Case) -> Case:
+        """The case on the machines that this engine would give it. ValueError where it cannot have them."""
+        ...
+
+    def unavailable(self, case: Case) -> str | None:
+        """Why it cannot start the ranks of such a case, or None."""
+        ...
+
+    def launch(self, start: Start) -> Launch: ...
+
+
+class Local:
+    """Processes of this machine."""
+
+    emulates = True
+    shares_files = False
+
+    def placed(self, case: Case) -> Case:
+        return case
+
+    def unavailable(self, case: Case) -> str | None:
+        return emulated.unavailable(case.placed) if case.placed.num_nodes > 1 else None
+
+    def launch(self, start: Start) -> Launch:
+        case = start.case
+        return LocalLaunch(
+            case.to_json(),
+            case.world_size,
+            start.directory,
+            weights=start.weights,
+            device=start.device,
+            instrumented=start.instrumented,
+            deadline_seconds=case.deadline_seconds,
+            nodes=start.nodes,
+        )
+
+
+class Torchrun:
+    """torchrun's agents, at most `ranks_per_node` ranks each; as many nodes as a case fills."""
+
+    emulates = False
+
+    def __init__(self, ranks_per_node: int, *, within_slurm: bool) -> None:
+        self.shares_files = within_slurm
+        self._ranks_per_node = ranks_per_node
+        self._within_slurm = within_slurm
+
+    def placed(self, case: Case) -> Case:
+        """Node after node; a case that names its own topology keeps it where its nodes are no larger than ours."""
+        wanted = case.topology
+        if wanted is None:
+            here = min(self._ranks_per_node, case.world_size)
+            return replace(case, topology=Topology.of(case.world_size, -(-case.world_size // here)))
+        return case
+
+    def unavailable(self, case: Case) -> str | None:
+        topology = case.placed
+        if topology.link_mbits is not None or topology.delay_ms:
+            return f"links are shaped on emulated nodes only, and the case asks for {topology}"
+        if topology.ranks_per_node > self._ranks_per_node:
+            return f"a node takes {self._ranks_per_node} ranks, and the case asks for {topology.ranks_per_node} on each"
+        if self._within_slurm and topology.num_nodes > (nodes := int(os.environ["SLURM_JOB_NUM_NODES"])):
+            return f"the allocation has {nodes} nodes, and the case asks for {topology.num_nodes}"
+        return None
+
+    def launch(self, start: Start) -> Launch:
+        case, topology = start.case, start.case.placed
+        return TorchrunLaunch(
+            case.to_json(),
+            topology,
+            start.directory,
+            agents=_slurm_agents(topology) if self._within_slurm else local_agents(topology, sys.executable),
+            host=socket.gethostname() if self._within_slurm else None,
+            weights=start.weights,
+            device=start.device,
+            instrumented=start.instrumented,
+            deadline_seconds=case.deadline_seconds,
+        )
+
+
+def load(name: Name, ranks_per_node: int | None) -> Engine:
+    """ValueError where an engine lacks what it needs."""
+    if name == "local":
+        if ranks_per_node is not None:
+            raise ValueError("--ranks-per-node: expected with --engine torchrun or srun only, got --engine local")
+        return Local()
+    if ranks_per_node is None or ranks_per_node < 1:
+        raise ValueError(f"--engine {name}: expected --ranks-per-node of at least 1, got {ranks_per_node}")
+    if name == "srun" and "SLURM_JOB_NUM_NODES" not in os.environ:
+        raise ValueError("--engine srun: expected to run within a Slurm allocation, found none; see `meshmark submit`")
+    return Torchrun(ranks_per_node, within_slurm=name == "srun")
+
+
+def place(suite: Suite, engine: Engine) -> Suite:
+    """The suite on the machines of the engine. ValueError as `placed`."""
+    return replace(suite, cases=tuple(engine.placed(case) for case in suite.cases))
+
+
+def _slurm_agents(topology: Topology) -> AgentCommands:
+    """One srun with one agent a node; the first keeps the store. The allocation's first node is where this runs."""
+
+    def commands(module: Sequence[str]) -> list[list[str]]:
+        endpoint = f"{socket.gethostname()}:{free_port()}"
+        agent = shlex.join(agent_command(topology, sys.executable, endpoint))
+        hosts = f"if [ $SLURM_PROCID = 0 ]; then host=1; else host=0; fi; exec {agent}"
+        script = f"{hosts} {' '.join(is_host('$host'))} -m {shlex.join(module)}"
+        nodes = ("--nodes", str(topology.num_nodes), "--ntasks", str(topology.num_nodes), "--ntasks-per-node", "1")
+        return [["srun", *nodes, "--overlap", "--cpu-bind=none", "--kill-on-bad-exit=1", "sh", "-c", script]]
+
+    return commands

@@ -1,0 +1,188 @@
+"""A suite as a Slurm job: the script without Slurm, the rest with a real one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from harness import cli, submit
+from harness.case import Case, Measurement, Suite
+from harness.layout import Layout
+from harness.submit import Job, State, limit_seconds, script
+from tests.harness.slurm_cluster import slurm  # noqa: F401  a fixture
+
+ROOT = Path(__file__).resolve().parents[2]
+SUITE = """
+from harness.case import Case, Measurement, Suite
+from harness.layout import Layout
+
+QUICK = Measurement(parity_steps=3, warm_up_steps=1, timed_steps=2, communication_steps=1, memory_steps=0)
+suite = Suite(
+    name="two",
+    cases=tuple(
+        Case(workload="gpt:size=tiny", implementation="native.ddp", layout=Layout(data=size), measurement=QUICK)
+        for size in (2, 4)
+    ),
+)
+"""
+
+
+def job(directory: Path, **fields: object) -> Job:
+    values: dict[str, object] = {
+        "name": "meshmark-two",
+        "num_nodes": 2,
+        "ranks_per_node": 8,
+        "command": ["run", "two", "--results", "a b"],
+        "directory": directory,
+        "limit_seconds": 601.0,
+    }
+    return Job(**(values | fields))  # type: ignore[arg-type]
+
+
+def test_the_script_asks_for_what_the_job_needs() -> None:
+    text = script(
+        job(Path("/shared/r"), partition="gpu", extra=("--gres=gpu:8",)), python="/v/python", checkout=Path("/c")
+    )
+    assert text.splitlines() == [
+        "#!/bin/bash",
+        "#SBATCH --job-name=meshmark-two",
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --exclusive",
+        "#SBATCH --time=11",
+        "#SBATCH --output=/shared/r/job.out",
+        "#SBATCH --partition=gpu",
+        "#SBATCH --gres=gpu:8",
+        "set -euo pipefail",
+        "cd /c",
+        "exec /v/python -m harness run two --results 'a b'",
+    ]
+
+
+def test_the_limit_is_what_the_deadlines_add_up_to() -> None:
+    cases = tuple(
+        Case(workload="gpt", implementation="native.ddp", layout=Layout(data=n), deadline_seconds=100.0 * n)
+        for n in (1, 2)
+    )
+    assert limit_seconds(Suite(name="s", cases=cases)) == 2 * (100 + 200) + 300
+
+
+@pytest.mark.parametrize(
+    ("text", "code"), [("0:0", 0), ("1:0", 1), ("0:9", 137), ("130:0", 130), ("", None), ("nonsense", None)]
+)
+def test_slurm_s_exit_codes(text: str, code: int | None) -> None:
+    assert submit._exit_code(text) == code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--nodes", "0", "--ranks-per-node", "2"], "--nodes must be at least 1, got 0"),
+        (["--nodes", "1", "--ranks-per-node", "0"], "--ranks-per-node must be at least 1, got 0"),
+    ],
+)
+def test_bad_numbers_are_refused_in_one_line(
+    arguments: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["submit", "smoke", *arguments, "--results", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"meshmark: {line}\n"
+
+
+def test_without_slurm_one_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    given = ["submit", "smoke", "--nodes", "1", "--ranks-per-node", "2", "--results", str(tmp_path / "r")]
+    assert cli.main(given) == 2
+    assert capsys.readouterr().err == "meshmark: sbatch: expected Slurm's commands on this machine, found none\n"
+
+
+def test_a_dry_run_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = tmp_path / "r"
+    given = ["submit", "smoke", "--nodes", "2", "--ranks-per-node", "2", "--dry-run", "--results", str(where)]
+    assert cli.main(given) == 0
+    assert f"--engine srun --ranks-per-node 2 --results {where} --no-upload" in capsys.readouterr().out
+    assert not where.exists()
+
+
+def meshmark(*arguments: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "harness", *arguments],
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("slurm")
+def test_a_suite_runs_on_two_nodes_and_its_records_come_back(tmp_path: Path) -> None:
+    (tmp_path / "two.py").write_text(SUITE)
+    done = meshmark(
+        *("submit", str(tmp_path / "two.py"), "--nodes", "2", "--ranks-per-node", "2"),
+        *("--results", str(tmp_path / "r"), "--minutes", "5"),
+        directory=tmp_path,
+    )
+    output = tmp_path / "r" / submit.OUTPUT_FILE
+    assert done.returncode == 0, done.stdout + done.stderr + (output.read_text() if output.exists() else "")
+    assert "RUNNING" in done.stdout
+    assert "native.ddp data=4: ok" in done.stdout
+    results = [json.loads(line) for line in (tmp_path / "r" / "results.jsonl").read_text().splitlines()]
+    topologies = {result["case"]["layout"]: result["case"]["topology"] for result in results}
+    assert {name: (t["num_nodes"], t["ranks_per_node"]) for name, t in topologies.items()} == {
+        "data=2": (1, 2),
+        "data=4": (2, 2),
+    }
+    assert all(result["parity"]["ok"] for result in results)
+    assert (tmp_path / "mlflow.db").exists()
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("slurm")
+def test_a_job_that_never_ends_is_cancelled_by_our_own_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submit, "_GRACE_SECONDS", 1.0)
+    endless = job(tmp_path, limit_seconds=2.0)
+    path = tmp_path / submit.SCRIPT_FILE
+    path.write_text("#!/bin/bash\n#SBATCH --time=10\n#SBATCH --output=/dev/null\nsleep 300\n")
+    number = submit._run(["sbatch", "--parsable", str(path)]).strip()
+    states: list[str] = []
+    ended = submit.follow(endless, number, lambda state: states.append(state.name), lambda _result: None)
+    assert ended == State(name="DEADLINE", reason="RUNNING for more than its limit of 2 s")
+    assert states[-1] == "RUNNING"
+    until = time.monotonic() + 20
+    while not submit.state(number).has_ended:
+        assert time.monotonic() < until
+        time.sleep(0.2)
+    assert submit.state(number).name == "CANCELLED"
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("slurm")
+def test_a_job_that_asks_for_too_much_is_refused_in_slurm_s_words(tmp_path: Path) -> None:
+    done = meshmark(
+        *("submit", "smoke", "--nodes", "5", "--ranks-per-node", "2", "--results", str(tmp_path / "r")),
+        directory=tmp_path,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("meshmark: sbatch: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_cases_fill_node_after_node() -> None:
+    from harness.engines import Torchrun
+
+    engine = Torchrun(2, within_slurm=False)
+    case = Case(workload="gpt", implementation="native.ddp", layout=Layout(data=4), measurement=Measurement())
+    assert str(engine.placed(case).placed) == "2x2"
