@@ -205,6 +205,13 @@ class Implementation(ABC):
         """The model's buffers, by name, on the CPU. Collective; never timed."""
         return {name: buffer.detach().cpu().clone() for name, buffer in self.module.named_buffers()}
 
+    def full_optimizer_state(self) -> dict[str, dict[str, Tensor]] | None:
+        """What the optimizer remembers of each parameter that it trains: by logical name, then by torch's name for it:
+        `exp_avg`, `exp_avg_sq` and the scalar `step` of AdamW, `momentum_buffer` of SGD, zeros before its first update.
+        Whole, on the CPU, whatever was sharded; a parameter of which nothing is remembered, or without elements, is
+        absent. Collective; never timed. None from an implementation that does not tell."""
+        return None
+
     def facts(self) -> Mapping[str, str]:
         """What it settled on that its options do not tell (a fallback it took, say); kept in the result."""
         return {}

@@ -120,6 +120,20 @@ class RecipeOptimizer:
             name: masters.get(name, parameter).detach().cpu().clone() for name, parameter in model.named_parameters()
         }
 
+    def full_state(self) -> dict[str, dict[str, Tensor]]:
+        """What is remembered of each parameter, see Implementation.full_optimizer_state; torch itself makes a state
+        with the first update."""
+        full: dict[str, dict[str, Tensor]] = {}
+        moments = self._training.moment_names
+        for name, master in zip(self.names, self.masters, strict=True):
+            if not moments or not master.numel():
+                continue
+            state = {} if self.optimizer is None else self.optimizer.state.get(master, {})
+            full[name] = {moment: state.get(moment, torch.zeros_like(master)).cpu().clone() for moment in moments}
+            if self._training.optimizer == "adamw":
+                full[name]["step"] = state.get("step", torch.zeros(())).cpu().clone()
+        return full
+
     def live_gradients(self) -> list[Tensor]:
         """The gradients that exist now, for memory accounts."""
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]

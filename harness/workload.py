@@ -129,9 +129,15 @@ class Training:
         return self.clip_norm is not None or self.skip_nonfinite
 
     @property
+    def moment_names(self) -> tuple[str, ...]:
+        """The running means that the optimizer keeps of each element, as torch calls them."""
+        if self.optimizer == "adamw":
+            return ("exp_avg", "exp_avg_sq")
+        return ("momentum_buffer",) if self.momentum > 0 else ()
+
+    @property
     def num_moments(self) -> int:
-        """How many running means the optimizer keeps of each element."""
-        return 2 if self.optimizer == "adamw" else int(self.momentum > 0)
+        return len(self.moment_names)
 
 
 @dataclass(frozen=True, kw_only=True)

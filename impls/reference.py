@@ -101,6 +101,9 @@ class Reference(Implementation):
     def full_parameters(self) -> dict[str, Tensor]:
         return self.optimizer.full_parameters(self.module)
 
+    def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        return self.optimizer.full_state()
+
     def memory_tensors(self) -> dict[MemoryCategory, Iterable[Tensor]]:
         return {
             "parameters": self.module.parameters(),

@@ -93,6 +93,39 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+class Instrumented:
+    """Instrumented ranks, one world of each size, that take on one case after another."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._launches: dict[int, LocalLaunch] = {}
+        self._num_launches = 0
+
+    def adopt(self, case: Case) -> LocalLaunch:
+        """The world of the case's size, with the case to be built; a new one where the last has failed."""
+        launch = self._launches.get(case.world_size)
+        if launch is None or not launch.is_alive:
+            logs = self._directory / f"world-{self._num_launches}"
+            self._num_launches += 1
+            launch = LocalLaunch(case.to_json(), case.world_size, logs, instrumented=True, deadline_seconds=120)
+            self._launches[case.world_size] = launch
+        launch.extend_deadline()
+        launch.command("adopt", case=case.to_json())
+        return launch
+
+    def close(self) -> None:
+        for launch in self._launches.values():
+            launch.close()
+
+
+@pytest.fixture(scope="module")
+def instrumented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instrumented]:
+    """Not kept for the session: figures, unlike trajectories, do not bear what other families leave in a process."""
+    ranks = Instrumented(tmp_path_factory.mktemp("instrumented"))
+    yield ranks
+    ranks.close()
+
+
 def parity_case(workload: str, implementation: str, world_size: int, **others: Any) -> Case:
     """A case that is only held against its reference."""
     return Case(

@@ -37,6 +37,7 @@ from impls.native.parts.collectives import parameter_server_all_reduce, ring_all
 from impls.native.parts.direct_gradients import Place, TrainingTask, prepare_dry_run
 from impls.native.parts.flat_memory import copy_into
 from impls.native.parts.gradient_bucket import GradientBucket, refusal_of_late
+from impls.native.parts.optimizer_state import by_parameter, state_names
 from impls.native.parts.order_of_use import in_order_of_use
 from impls.native.parts.rank_model import Kinds, Passes, RankModel
 from impls.native.parts.shared_memory import Transport
@@ -257,8 +258,23 @@ class NativeDataParallel(Implementation):
         self._check_parameters()
         full = {name: parameter.detach().cpu().clone() for name, parameter in self.parameters.items()}
         for bucket in self.buckets:
-            full.update(bucket.whole_parameters())
+            full.update(bucket.whole(bucket.optimizer.master))
         return self.model.whole(full)
+
+    def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        states = [bucket.optimizer.flat_states() for bucket in self.buckets]
+        return by_parameter(
+            {
+                kind: self.model.whole(
+                    {
+                        name: value
+                        for bucket, of_bucket in zip(self.buckets, states, strict=True)
+                        for name, value in bucket.whole(of_bucket[kind])
+                    }
+                )
+                for kind in state_names(self.workload.training)
+            }
+        )
 
     def full_buffers(self) -> dict[str, Tensor]:
         return self.model.whole_buffers()

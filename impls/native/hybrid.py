@@ -190,6 +190,9 @@ class NativeHybrid(Implementation):
     def full_parameters(self) -> dict[str, Tensor]:
         return self._along_data.full_parameters()
 
+    def full_optimizer_state(self) -> dict[str, dict[str, Tensor]] | None:
+        return self._along_data.full_optimizer_state()
+
     def full_buffers(self) -> dict[str, Tensor]:
         return self._along_data.full_buffers()
 

@@ -44,6 +44,7 @@ from impls.native.parts.direct_gradients import Place, TrainingTask
 from impls.native.parts.flat_memory import copy_into
 from impls.native.parts.gradient_bucket import refusal_of_late
 from impls.native.parts.gradient_shards import MAX_IN_FLIGHT
+from impls.native.parts.optimizer_state import by_parameter, state_names
 from impls.native.parts.rank_model import Kinds, Passes, RankModel
 from impls.native.parts.sharded_bucket import ShardedBucket
 from impls.native.parts.sharded_memory import ShardedMemory
@@ -309,6 +310,10 @@ class NativeShardedOptimizer(Implementation):
     def full_parameters(self) -> dict[str, Tensor]:
         self.memory.check_parameters(self.module)
         return self.model.whole(self.memory.full_parameters())
+
+    def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        kinds = state_names(self.workload.training)
+        return by_parameter({kind: self.model.whole(self.memory.full_states(kind)) for kind in kinds})
 
     def full_buffers(self) -> dict[str, Tensor]:
         return self.model.whole_buffers()

@@ -64,6 +64,12 @@ def outside_seconds(log: Path, num_steps: int) -> float:
     return float(steps[-1][1]) - float(steps[0][0])
 
 
+def test_a_collection_leaves_alone_what_the_fork_server_has_loaded(tmp_path: Path) -> None:
+    with LocalLaunch(toy("TellsWhatIsFrozen").to_json(), 1, tmp_path) as ranks:
+        (facts,) = ranks.command("build")
+    assert int(facts["frozen"]) > 10 * int(facts["walked"])
+
+
 def test_checksum_tells_bits_apart() -> None:
     one = torch.tensor([1.0, 2.0, 3.0, 4.0])
     assert worker.checksum([one]) == worker.checksum([one.clone()])

@@ -7,54 +7,23 @@ collective (an element a bucket at most for the ring). The parameter server's bu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness import implementation, models
 from harness.case import Case
-from harness.launch.local import LocalLaunch
 from harness.layout import Layout
 from harness.measure import communication, memory
 from harness.measure.memory import MemoryReport
 from harness.measure.predicted_memory import predicted, registry
 from harness.parameters import replicated_state_bytes
 from harness.workload import Workload, in_precision
+from tests.conftest import Instrumented
 
 GPT = "awkward:kind=unequal_tokens"
 ADAMW_GPT = "awkward:kind=few_micro_batches"
 SMALL_BUCKETS = {"bucket_bytes": 4000}
-
-
-class Instrumented:
-    """Instrumented ranks, one world of each size, that take on one case after another."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._launches: dict[int, LocalLaunch] = {}
-
-    def adopt(self, case: Case) -> LocalLaunch:
-        size = case.world_size
-        if size not in self._launches:
-            logs = self._directory / f"world-{size}"
-            self._launches[size] = LocalLaunch(case.to_json(), size, logs, instrumented=True, deadline_seconds=120)
-        launch = self._launches[size]
-        launch.extend_deadline()
-        launch.command("adopt", case=case.to_json())
-        return launch
-
-    def close(self) -> None:
-        for launch in self._launches.values():
-            launch.close()
-
-
-@pytest.fixture(scope="module")
-def instrumented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instrumented]:
-    ranks = Instrumented(tmp_path_factory.mktemp("instrumented"))
-    yield ranks
-    ranks.close()
 
 
 def make_case(name: str, world_size: int, workload: str = GPT, precision: str = "fp32", **options: Any) -> Case:

@@ -53,9 +53,9 @@ class FlatOptimizer:
         self.master = parameters
         if master is not None:
             self.master = flat_memory.zeros(plan.num_elements, master, parameters.device).copy_(parameters)
-        num_moments = 2 if training.optimizer == "adamw" else int(training.momentum > 0)
         self.moments = [
-            flat_memory.zeros(plan.num_elements, self.master.dtype, parameters.device) for _ in range(num_moments)
+            flat_memory.zeros(plan.num_elements, self.master.dtype, parameters.device)
+            for _ in range(training.num_moments)
         ]
         self._per_parameter = False
         decayed = [segment for segment in plan.segments if segment.parameter.decayed]
@@ -72,6 +72,16 @@ class FlatOptimizer:
             yield self.master
         yield from self.moments
         yield from (run.num_steps for run in self._runs)
+
+    def flat_states(self) -> dict[str, Tensor]:
+        """The moments by name and, under AdamW, `step`: how often each element has been stepped. Each is
+        (num_elements,), so that all of them are cut, gathered and named as parameters are. Not for timed code."""
+        states = dict(zip(self._training.moment_names, self.moments, strict=True))
+        if self._training.optimizer == "adamw":
+            states["step"] = torch.zeros(self._plan.num_elements, device=self.master.device)
+            for run in self._runs:
+                states["step"][run.start : run.stop] = run.num_steps
+        return states
 
     def step(
         self,

@@ -106,10 +106,11 @@ class GradientBucket:
             if name not in self.unused:
                 yield name, view.cpu().clone() if self.scale_left is None else (view * self.scale_left).cpu()
 
-    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Copies on the CPU, of the masters where there are any."""
+    def whole(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Each parameter by name, with a copy on the CPU of what `flat` (num_elements,) says of it: the optimizer's
+        masters, say."""
         for name, parameter in self.parameters.items():
-            yield name, view_like(self.optimizer.master, self._segments[name], parameter).cpu().clone()
+            yield name, view_like(flat, self._segments[name], parameter).cpu().clone()
 
     def replaced(self, current: Mapping[str, nn.Parameter]) -> str | None:
         """The first parameter that is another one, or has other memory, among the model's `current` ones."""

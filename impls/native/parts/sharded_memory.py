@@ -132,15 +132,20 @@ class ShardedMemory:
         """Every parameter, whole, by name, on the CPU; the masters where there are any. Collective."""
         full: dict[str, Tensor] = {}
         for index, flat in enumerate(self._plan.flats):
-            shard = self.gathers.shard(index)
-            if flat.trainable and self.buckets[index].optimizer.has_masters:
-                master = self.buckets[index].optimizer.master
-                shard = torch.zeros(shard.numel(), dtype=master.dtype, device=shard.device)
-                shard[: master.numel()] = master
-            full |= dict(self.whole(index, shard))
+            has_masters = flat.trainable and self.buckets[index].optimizer.has_masters
+            own = self.buckets[index].optimizer.master if has_masters else self.gathers.shard(index)
+            full |= dict(self.whole(index, self._padded(index, own)))
         for name, parameter in self._parameters.items():
             if name not in full:
                 full[name] = parameter.detach().cpu().clone()
+        return full
+
+    def full_states(self, kind: str) -> dict[str, Tensor]:
+        """One of the optimizer's `flat_states` of every parameter that it steps, whole, by name, on the CPU.
+        Collective."""
+        full: dict[str, Tensor] = {}
+        for index, bucket in enumerate(self.buckets):
+            full |= dict(self.whole(index, self._padded(index, bucket.optimizer.flat_states()[kind])))
         return full
 
     def remember_parameters(self) -> None:
@@ -227,6 +232,12 @@ class ShardedMemory:
             templates=self._templates,
             workload=self._workload,
         )
+
+    def _padded(self, index: int, own: Tensor) -> Tensor:
+        """What belongs to this rank's part of the flat, at the size that all ranks' shards have."""
+        shard = own.new_zeros(self._plan.flats[index].plan.num_shard_elements)
+        shard[: own.numel()] = own
+        return shard
 
     def _view(self, full: Tensor, segment: Segment) -> Tensor:
         return view_like(full, segment, self._templates[segment.parameter.name])

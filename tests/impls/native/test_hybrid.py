@@ -4,7 +4,6 @@ refuses."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,10 +17,10 @@ from harness.measure import communication, memory
 from harness.measure.memory import MemoryReport
 from harness.measure.predicted_memory import predicted, registry
 from tests.conftest import parity_case
-from tests.impls.test_figures import Instrumented, predicted_bytes, work_of
+from tests.impls.test_figures import predicted_bytes, work_of
 
 if TYPE_CHECKING:
-    from tests.conftest import Worlds
+    from tests.conftest import Instrumented, Worlds
 
 CUBE = Layout(data=2, tensor=2, pipeline=2)
 GPT = "gpt:size=tiny,tied=true,num_micro_batches=4,clip_norm=0.5"
@@ -66,35 +65,38 @@ def test_low_precision_stays_within_its_envelope(worlds: Worlds, precision: str)
     assert parity.ok, parity.explanation
 
 
-@pytest.fixture(scope="module")
-def instrumented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instrumented]:
-    ranks = Instrumented(tmp_path_factory.mktemp("instrumented"))
-    yield ranks
-    ranks.close()
-
-
 RECIPES = {
     "uneven": "global_batch_size=7,num_micro_batches=2",
     "checkpointed": "clip_norm=0.5,activation_checkpointing=true",
     "tied": "num_micro_batches=4,tied=true,clip_norm=0.5",
     "large": "num_micro_batches=3,vocabulary_size=4096,activation_checkpointing=true",
 }
+_SEQUENCE_PARALLEL = {"sequence_parallel": True}
 
 
-@pytest.mark.parametrize("recipe", ["uneven", "checkpointed"])
 @pytest.mark.parametrize(
-    "options",
+    ("recipe", "options"),
     [
-        {},
-        {"stage": 1, "sequence_parallel": True},
-        {"stage": 2, "transport": "shared_memory"},
-        {"stage": 3},
-        {"stage": 3, "sequence_parallel": True, "transport": "shared_memory"},
+        ("checkpointed", {}),
+        ("uneven", {"stage": 1, **_SEQUENCE_PARALLEL}),
+        ("uneven", {"stage": 2, "transport": "shared_memory"}),
+        ("uneven", {"stage": 3}),
+        ("checkpointed", {"stage": 3, "transport": "shared_memory", **_SEQUENCE_PARALLEL}),
+        *(
+            pytest.param(recipe, options, marks=pytest.mark.exhaustive)
+            for recipe, options in (
+                ("uneven", {}),
+                ("checkpointed", {"stage": 1, **_SEQUENCE_PARALLEL}),
+                ("checkpointed", {"stage": 2, "transport": "shared_memory"}),
+                ("checkpointed", {"stage": 3}),
+                ("uneven", {"stage": 3, "transport": "shared_memory", **_SEQUENCE_PARALLEL}),
+            )
+        ),
     ],
     ids=str,
 )
 def test_bytes_and_states_are_the_closed_forms(
-    instrumented: Instrumented, options: dict[str, Any], recipe: str
+    instrumented: Instrumented, recipe: str, options: dict[str, Any]
 ) -> None:
     """Of each axis, over the slices of the other."""
     case = make_case(Layout(data=2, tensor=2), recipe, options)

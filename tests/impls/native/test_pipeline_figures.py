@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +15,14 @@ from harness.measure.memory import MemoryReport
 from harness.measure.pipeline import PipelineFigures
 from harness.measure.predicted_memory import predicted, registry
 from harness.pipeline_marks import PredictedPipeline
-from tests.impls.test_figures import Instrumented, predicted_bytes, work_of
+from tests.conftest import Instrumented
+from tests.impls.test_figures import predicted_bytes, work_of
 
 CHAINS = Path(__file__).with_name("chains.py")
 GPT = "gpt:size=tiny,num_micro_batches=4"
 INTERLEAVED = {"schedule": "interleaved_1f1b", "chunks": 2}
 SCHEDULES: list[dict[str, Any]] = [{"schedule": "gpipe"}, {}, INTERLEAVED, {"schedule": "zero_bubble"}]
 NORM_BYTES = 8
-
-
-@pytest.fixture(scope="module")
-def instrumented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instrumented]:
-    ranks = Instrumented(tmp_path_factory.mktemp("instrumented"))
-    yield ranks
-    ranks.close()
 
 
 def make_case(num_ranks: int, workload: str = GPT, precision: str = "fp32", **options: Any) -> Case:

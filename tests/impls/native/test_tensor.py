@@ -3,7 +3,6 @@ refuses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,21 +19,14 @@ from harness.measure.memory import MemoryReport
 from harness.measure.predicted_memory import registry
 from harness.tensor_plan import ColumnParallel, RowParallel
 from tests.conftest import parity_case
-from tests.impls.test_figures import Instrumented, work_of
+from tests.impls.test_figures import work_of
 
 if TYPE_CHECKING:
-    from tests.conftest import Worlds
+    from tests.conftest import Instrumented, Worlds
 
 TRANSPORTS = ("process_group", "shared_memory")
 PROBABILITIES = f"{Path(__file__).parent / 'workloads.py'}:probabilities"
 GPT = "gpt:size=tiny,num_micro_batches=2"
-
-
-@pytest.fixture(scope="module")
-def instrumented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instrumented]:
-    ranks = Instrumented(tmp_path_factory.mktemp("instrumented"))
-    yield ranks
-    ranks.close()
 
 
 def make_case(degree: int, workload: str = GPT, **options: Any) -> Case:

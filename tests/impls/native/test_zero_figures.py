@@ -3,7 +3,6 @@ bytes of memory, exactly; the peak; and that stage 3's does not grow with the nu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,12 @@ from harness.layout import Layout
 from harness.measure import communication, memory
 from harness.measure.memory import MemoryReport
 from harness.measure.predicted_memory import predicted, registry
-from tests.impls.test_figures import Instrumented, gradient_bytes, predicted_bytes, work_of
+from tests.conftest import Instrumented
+from tests.impls.test_figures import gradient_bytes, predicted_bytes, work_of
 
 STACK = f"{Path(__file__).with_name('deep.py')}:stack"
 SMALL = {"bucket_bytes": 40_000}  # one block is 64 KiB: a bucket a weight
 TRANSPORTS = ("process_group", "shared_memory")
-
-
-@pytest.fixture(scope="module")
-def instrumented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instrumented]:
-    ranks = Instrumented(tmp_path_factory.mktemp("instrumented"))
-    yield ranks
-    ranks.close()
 
 
 def make_case(layout: Layout, workload: str = STACK, precision: str = "fp32", **options: Any) -> Case:
@@ -147,9 +140,9 @@ LARGE = "gpt:size=17m,sequence_length=32,global_batch_size=4"  # an embedding an
 @pytest.mark.parametrize(
     ("text", "options"),
     [
-        (LARGE, {}),
+        pytest.param(LARGE, {}, marks=pytest.mark.exhaustive),
         (LARGE, {"bucket_bytes": 1_000_000}),
-        (f"{LARGE},num_micro_batches=2", {}),
+        pytest.param(f"{LARGE},num_micro_batches=2", {}, marks=pytest.mark.exhaustive),
         (f"{LARGE},num_micro_batches=2", {"reshard_after_forward": False, "transport": "shared_memory"}),
     ],
     ids=str,

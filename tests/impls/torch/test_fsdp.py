@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +19,10 @@ from harness.workload import Workload, in_precision
 from impls.torch.fsdp import TorchFullySharded
 from impls.torch.parts.sharded_units import group_blocks
 from tests.conftest import parity_case
-from tests.impls.test_figures import Instrumented
 from tests.impls.torch import fsdp_scenes
 
 if TYPE_CHECKING:
-    from tests.conftest import Worlds
+    from tests.conftest import Instrumented, Worlds
 
 SCENES = Path(fsdp_scenes.__file__)
 CHAIN = f"{SCENES}:chain"
@@ -70,13 +69,6 @@ def test_refuses_what_would_train_wrongly_in_silence(
 ) -> None:
     with pytest.raises(LaunchFailed, match=reason):
         worlds.trajectory(parity_case(f"{SCENES}:{workload}", "torch.fsdp", world_size))
-
-
-@pytest.fixture(scope="module")
-def instrumented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instrumented]:
-    ranks = Instrumented(tmp_path_factory.mktemp("instrumented"))
-    yield ranks
-    ranks.close()
 
 
 def make_case(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,10 +16,10 @@ from harness.measure.memory import MemoryReport
 from harness.measure.predicted_memory import registry
 from harness.models import with_options
 from tests.conftest import parity_case
-from tests.impls.test_figures import Instrumented, predicted_bytes, work_of
+from tests.impls.test_figures import predicted_bytes, work_of
 
 if TYPE_CHECKING:
-    from tests.conftest import Worlds
+    from tests.conftest import Instrumented, Worlds
 
 REPLICAS = Layout(data=2, pipeline=2)
 
@@ -32,13 +31,6 @@ def test_a_replica_without_samples_adds_nothing(worlds: Worlds, options: dict[st
     parity = worlds.parity(parity_case(text, "torch.hybrid", 4, layout=REPLICAS, options=options, precision="fp64"))
     assert parity.ok, parity.explanation
     assert parity.replicas_bit_equal
-
-
-@pytest.fixture(scope="module")
-def instrumented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instrumented]:
-    ranks = Instrumented(tmp_path_factory.mktemp("instrumented"))
-    yield ranks
-    ranks.close()
 
 
 @pytest.mark.parametrize("num_micro_batches", [2, 4])

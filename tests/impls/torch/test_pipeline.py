@@ -3,7 +3,6 @@ and in memory, and what torch's schedules cannot do."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +18,10 @@ from harness.measure.memory import MemoryReport
 from harness.measure.predicted_memory import registry
 from harness.workload import in_precision
 from tests.conftest import parity_case
-from tests.impls.test_figures import Instrumented, predicted_bytes, work_of
+from tests.impls.test_figures import predicted_bytes, work_of
 
 if TYPE_CHECKING:
-    from tests.conftest import Worlds
+    from tests.conftest import Instrumented, Worlds
 
 CHAINS = Path(__file__).with_name("chains.py")
 MUTANTS = Path(__file__).with_name("pipeline_mutants.py")
@@ -87,13 +86,6 @@ def test_parity_catches(worlds: Worlds, mutant: str) -> None:
     layout = Layout(pipeline=2)
     parity = worlds.parity(parity_case("awkward:kind=tied", f"{MUTANTS}:{mutant}", 2, layout=layout, precision="fp64"))
     assert not parity.ok
-
-
-@pytest.fixture(scope="module")
-def instrumented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instrumented]:
-    ranks = Instrumented(tmp_path_factory.mktemp("instrumented"))
-    yield ranks
-    ranks.close()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,20 +18,13 @@ from harness.precision import PRECISIONS
 from harness.workload import in_precision
 from impls.torch.zero import TorchZero
 from tests.conftest import parity_case
-from tests.impls.test_figures import Instrumented, make_case, work_of
+from tests.impls.test_figures import make_case, work_of
 
 if TYPE_CHECKING:
-    from tests.conftest import Worlds
+    from tests.conftest import Instrumented, Worlds
 
 SCENES = Path(__file__).with_name("zero_scenes.py")
 ONE_WEIGHT = f"{SCENES}:one_weight"
-
-
-@pytest.fixture(scope="module")
-def instrumented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instrumented]:
-    ranks = Instrumented(tmp_path_factory.mktemp("instrumented"))
-    yield ranks
-    ranks.close()
 
 
 @pytest.mark.parametrize(
