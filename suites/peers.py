@@ -36,20 +36,36 @@ _COMPARISONS: Mapping[str, tuple[_Member, ...]] = {
         ("subject", "native.ddp", {"transport": "shared_memory"}),
         ("peer", "torch.ddp", {}),
         ("peer", "torch.ddp", {"bucket_cap_mb": 100}),
+        ("peer", "deepspeed.zero", {"stage": 0}),
     ),
-    "zero_1": _sharded(1, ("torch.zero", {})),
-    "zero_2": _sharded(2, ("torch.fsdp", {"reshard_after_forward": False})),
+    "zero_1": _sharded(
+        1,
+        ("torch.zero", {}),
+        ("deepspeed.zero", {"stage": 1}),
+        ("fairscale.oss", {}),
+    ),
+    "zero_2": _sharded(
+        2,
+        ("torch.fsdp", {"reshard_after_forward": False}),
+        ("deepspeed.zero", {"stage": 2}),
+        ("fairscale.sharded_ddp", {}),
+        ("fairscale.sharded_ddp", {"reduce_buffer_size": 0}),
+    ),
     "zero_3": _sharded(
         3,
         ("torch.fsdp", {}),
         ("torch.fsdp", {"blocks_per_group": 2}),
         ("torch.fsdp", {"reshard_after_forward": False}),
+        ("deepspeed.zero", {"stage": 3}),
+        ("fairscale.fsdp", {}),
     ),
     "tensor_parallel": (
         ("floor", "native.tensor", {"transport": "none"}),
         ("subject", "native.tensor", {}),
         ("subject", "native.tensor", {"transport": "shared_memory"}),
         ("peer", "torch.tensor", {}),
+        ("peer", "deepspeed.tensor", {}),
+        ("peer", "fairscale.tensor", {}),
     ),
     "pipeline_parallel": (
         ("floor", "native.pipeline", {"transport": "none"}),
@@ -59,6 +75,8 @@ _COMPARISONS: Mapping[str, tuple[_Member, ...]] = {
         ("peer", "torch.pipeline", {"schedule": "1f1b"}),
         ("peer", "torch.pipeline", {"schedule": "interleaved_1f1b", "chunks": 2}),
         ("peer", "torch.pipeline", {"schedule": "zero_bubble", "chunks": 2}),
+        ("peer", "deepspeed.pipeline", {}),
+        ("peer", "fairscale.pipe", {}),
     ),
 }
 
@@ -77,11 +95,11 @@ class _Work:
     world_sizes: tuple[int, ...] = (2, 4)
 
 
-# The larger batch tells whether an advantage outlives the communication; the sharded strategies run at the small one
-# alone, where they differ.
+# The larger batch and more micro-batches tell whether an advantage outlives the communication: at two ranks, since four
+# share two processors here. The sharded strategies run at the small batch alone, where they differ.
 _WORKS = (
     _Work(batch_size=4, timed_steps=5, comparisons=("data_parallel", "zero_1", "zero_2", "zero_3")),
-    _Work(batch_size=16, timed_steps=2, comparisons=("data_parallel",)),
+    _Work(batch_size=16, timed_steps=2, comparisons=("data_parallel",), world_sizes=(2,)),
     _Work(batch_size=4, timed_steps=5, axis="tensor", comparisons=("tensor_parallel",), world_sizes=(2,)),
     # Four ranks cannot share six heads.
     _Work(
@@ -99,8 +117,9 @@ _WORKS = (
             timed_steps=20 // number,
             axis="pipeline",
             comparisons=("pipeline_parallel",),
+            world_sizes=world_sizes,
         )
-        for number in (4, 8)
+        for number, world_sizes in ((4, (2, 4)), (8, (2,)))
     ),
 )
 
@@ -123,7 +142,13 @@ suite = Suite(
             role=role,
             comparison=comparison,
             measurement=Measurement(
-                parity_steps=3, warm_up_steps=4, timed_steps=work.timed_steps, rounds=_ROUNDS, communication_steps=4
+                parity_steps=3,
+                warm_up_steps=4,
+                timed_steps=work.timed_steps,
+                rounds=_ROUNDS,
+                communication_steps=3,
+                memory_steps=1,
+                pipeline_steps=4,
             ),
             deadline_seconds=600,
         )

@@ -84,7 +84,7 @@ def test_only_like_is_compared_with_like() -> None:
         {"case": {"precision": "bf16"}},
         {"case": {"layout": Layout(data=4)}},
         {"case": {"topology": Topology(num_nodes=2, ranks_per_node=1)}},
-        {"case": {"topology": Topology(ranks_per_node=2, delay_ms=5.0)}},
+        {"case": {"topology": Topology(num_nodes=2, ranks_per_node=1, delay_ms=5.0)}},
         {"case": {"comparison": "another"}},
     ):
         assert rows_of(OURS, timed("torch", "peer", [[4.0]], **other)) == {}, other

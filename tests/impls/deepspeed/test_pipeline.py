@@ -14,9 +14,9 @@ from harness.measure.predicted_memory import registry
 from harness.workload import in_precision
 from impls.deepspeed.parts.pipeline_stages import plan
 from impls.deepspeed.pipeline import DeepSpeedPipeline
-from tests.conftest import parity_case
+from tests.conftest import Instrumented, parity_case
 from tests.impls.test_conformance import skip_unless_available
-from tests.impls.test_figures import Instrumented, make_case, work_of
+from tests.impls.test_figures import make_case, work_of
 
 if TYPE_CHECKING:
     from tests.conftest import Worlds

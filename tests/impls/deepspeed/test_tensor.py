@@ -15,9 +15,9 @@ from harness.measure.predicted_memory import registry
 from harness.workload import in_precision
 from impls.deepspeed.parts.tensor_slices import Slice, slices_of
 from impls.deepspeed.tensor import DeepSpeedTensorParallel
-from tests.conftest import parity_case
+from tests.conftest import Instrumented, parity_case
 from tests.impls.test_conformance import skip_unless_available
-from tests.impls.test_figures import Instrumented, make_case, work_of
+from tests.impls.test_figures import make_case, work_of
 
 if TYPE_CHECKING:
     from tests.conftest import Worlds

@@ -10,8 +10,8 @@ from harness.measure import communication
 from harness.measure.memory import MemoryReport
 from harness.measure.predicted_memory import registry
 from impls.deepspeed.zero import DeepSpeedZero
-from tests.conftest import parity_case
-from tests.impls.test_figures import Instrumented, make_case, work_of
+from tests.conftest import Instrumented, parity_case
+from tests.impls.test_figures import make_case, work_of
 
 if TYPE_CHECKING:
     from tests.conftest import Worlds

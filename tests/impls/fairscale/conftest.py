@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from impls.fairscale.parts import library
-from tests.impls.test_figures import Instrumented
+from tests.conftest import Instrumented
 
 
 @pytest.fixture(scope="session")

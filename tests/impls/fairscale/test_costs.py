@@ -12,7 +12,8 @@ from harness.layout import Layout
 from harness.measure import communication
 from harness.measure.memory import MemoryReport
 from harness.measure.predicted_memory import registry
-from tests.impls.test_figures import GPT, Instrumented, predicted_bytes, work_of
+from tests.conftest import Instrumented
+from tests.impls.test_figures import GPT, predicted_bytes, work_of
 
 pytestmark = [pytest.mark.baselines, pytest.mark.usefixtures("fairscale")]
 
