@@ -52,6 +52,17 @@ Preparation = Callable[[nn.Module, Mapping[str, Tensor]], Callable[[Tensor], Non
 is to be told the loss before backward."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class DryStep:
+    """A step of one rank on tensors without memory: `take` takes it, with one that is shaped as `batch`. `held` are its
+    tensors that lie in what the rank holds between steps, `held_bytes` by its closed form; all others come and go."""
+
+    held_bytes: int
+    held: Sequence[Tensor]
+    batch: Batch
+    take: Callable[[Batch], None]
+
+
 class Implementation(ABC):
     """One way to train a workload on a layout. Options are the keyword arguments of its `__init__`, with defaults.
 
@@ -135,6 +146,15 @@ class Implementation(ABC):
         """Where a rank computes otherwise than autograd left to itself, which makes each gradient beside the place
         where it belongs; and the late bytes, as they come."""
         return _without_gradients if cls._makes_gradients_late(workload) else as_it_is
+
+    @classmethod
+    def dry_steps(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Sequence[Callable[[nn.Module], DryStep]] | None:
+        """Where a rank has only a part of the model: of each rank that may need most what makes its step of the whole
+        model, built without memory, which it may cut; none where that is not known. None where every rank runs the
+        whole model, one micro-batch after another: the harness does so by itself, see `dry_run_preparation`."""
+        return None if layout.tensor * layout.pipeline == 1 else ()
 
     @classmethod
     def _makes_gradients_late(cls, workload: Workload) -> bool:

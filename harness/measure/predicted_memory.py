@@ -1,5 +1,5 @@
 """What a rank should need, before anything runs: the strategy's closed form for its states, and for activations a dry
-run of one micro-batch on tensors without memory.
+run on tensors without memory, of one micro-batch or, where a rank has only a part of the model, of its whole step.
 
 The dry run executes forward and backward under torch's FakeTensorMode, where each operation yields shapes only, and
 counts the storages alive. It sees what the device's kernels save for backward, the choice of attention kernel included,
@@ -10,7 +10,8 @@ looks out for such tensors may take another path: transformers then builds the a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,13 +23,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from harness.implementation import Implementation, Preparation, as_it_is
+from harness.implementation import DryStep, Implementation, Preparation, as_it_is
 from harness.layout import Layout
+from harness.measure.attribution import MARK_PREFIX
 from harness.measure.memory import METRIC_NAMES
 from harness.parameters import LogicalParameter, logical_parameters
+from harness.tensors_in_use import tensors_in
 from harness.workload import MicroBatch, Workload
 
 _CPU = torch.device("cpu")
+_FORWARD = f"{MARK_PREFIX}forward"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +53,27 @@ def dry_run(
     taken to exist already, as they do under a strategy that keeps them in flat buffers."""
     if num_samples < 1:
         raise ValueError(f"memory: num_samples must be at least 1, got {num_samples}")
-    # A user's model may do anything that has no meaning without values: read one, call another library.
-    try:
+    with _reasons() as failed:
         sample = workload.dataset.sample(0)
         with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
             return _run(workload, sample, num_samples, device, prepare)
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[0]
-        return DryRun(reason=f"the model does not run without values: {type(error).__name__}: {reason}")
+    return failed[0]
+
+
+def dry_run_of_ranks(
+    workload: Workload, steps: Sequence[Callable[[nn.Module], DryStep]], *, device: torch.device = _CPU
+) -> DryRun:
+    """A whole step of each of `steps`: of the ranks the most activations, and the highest peak, in which what a rank
+    holds between steps is contained."""
+
+    if not steps:
+        return DryRun(reason="no rank's step is known")
+    with _reasons() as failed, torch.random.fork_rng(devices=[]):
+        taken = [_take(workload, make, device) for make in steps]
+        return DryRun(
+            activation_bytes=max(activations for activations, _ in taken), peak_bytes=max(peak for _, peak in taken)
+        )
+    return failed[0]
 
 
 def predicted(
@@ -69,15 +86,20 @@ def predicted(
 ) -> dict[str, float]:
     """`memory.predicted_*_bytes` of the rank that needs most; what is not known is absent.
 
-    The states are the strategy's closed form. Activations and the peak are known where every rank runs the whole model
-    (tensor and pipeline degree 1); the peak is the sum of the states and the most that a micro-batch needs beside them.
-    Of states that come late, as activations go, it counts what the dry run has come to hold by then.
+    The states are the strategy's closed form. Where every rank runs the whole model the peak is the sum of the states
+    and the most that a micro-batch needs beside them; of states that come late, as activations go, it counts what the
+    dry run has come to hold by then. Elsewhere activations and the peak are those of the ranks' dry steps.
     """
     states = implementation.predicted_memory(workload, registry(workload), layout, options)
     figures: dict[str, float] = {}
     for category, num_bytes in (states or {}).items():
         figures[f"memory.predicted_{METRIC_NAMES[category]}"] = num_bytes
-    if layout.tensor * layout.pipeline > 1:
+    steps = implementation.dry_steps(workload, registry(workload), layout, options)
+    if steps is not None:
+        run = dry_run_of_ranks(workload, steps, device=device)
+        if run.activation_bytes is not None and run.peak_bytes is not None:
+            figures["memory.predicted_activation_bytes"] = run.activation_bytes
+            figures["memory.predicted_peak_bytes"] = run.peak_bytes
         return figures
     prepare = implementation.dry_run_preparation(workload, registry(workload), layout, options)
     run = dry_run(workload, largest_micro_batch(workload, layout.data), device=device, prepare=prepare)
@@ -137,10 +159,61 @@ class LiveStorages(TorchDispatchMode):
         self.bytes_of[owner] -= num_bytes
 
 
+class PhasedStorages(LiveStorages):
+    """Tells activations from the rest as the memory instrument does (harness/measure/attribution.py): made in a forward
+    mark and alive at its end. `most_activations` is the most of them at a time."""
+
+    def __init__(self, apart: Iterable[Tensor]) -> None:
+        super().__init__(apart)
+        self.most_activations = 0
+        self._marks: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        output = super().__torch_dispatch__(func, types, args, kwargs)
+        if func is torch.ops.profiler._record_function_enter_new.default:
+            self._marks.append(args[0])
+        elif func is torch.ops.profiler._record_function_exit._RecordFunction and self._marks.pop() == _FORWARD:
+            self.most_activations = max(self.most_activations, self.bytes_of[_FORWARD])
+        self.owner = _FORWARD if _FORWARD in self._marks else None
+        return output
+
+
+@contextmanager
+def _reasons() -> Iterator[list[DryRun]]:
+    """A user's model may do anything that has no meaning without values: read one, call another library."""
+    failed: list[DryRun] = []
+    try:
+        yield failed
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        failed.append(DryRun(reason=f"the model does not run without values: {type(error).__name__}: {reason}"))
+
+
+def _take(workload: Workload, make: Callable[[nn.Module], DryStep], device: torch.device) -> tuple[int, int]:
+    """Bytes of activations, and of everything, at most."""
+    without_values = FakeTensorMode(allow_non_fake_inputs=True)
+    with without_values:
+        module = fake_model(workload, device)
+    _keep_random_states(workload, module, device)
+    step = make(module)  # which may look at the model in other ways
+    with without_values:
+        micro_batches = tuple(
+            replace(one, inputs=_zeros_like(one.inputs, device), targets=_zeros_like(one.targets, device))
+            for one in step.batch.micro_batches
+        )
+        of_batch = [tensor for one in micro_batches for tensor in (one.inputs, one.targets)]
+        with PhasedStorages([*step.held, *of_batch]) as live:
+            step.take(replace(step.batch, micro_batches=micro_batches))
+    return live.most_activations, step.held_bytes + live.peak
+
+
 def _run(
     workload: Workload, sample: tuple[Tensor, Tensor], num_samples: int, device: torch.device, prepare: Preparation
 ) -> DryRun:
     model = fake_model(workload, device)
+    _keep_random_states(workload, model, device)
     inputs, targets = (
         _in_compute_precision(workload, torch.zeros((num_samples, *tensor.shape), dtype=tensor.dtype, device=device))
         for tensor in sample
@@ -156,8 +229,7 @@ def _run(
         activation_bytes = live.bytes
         tell_loss(loss)
         loss.backward()
-    states = _random_state_bytes(workload, model, device)
-    return DryRun(activation_bytes=activation_bytes + states, peak_bytes=live.peak + states)
+    return DryRun(activation_bytes=activation_bytes, peak_bytes=live.peak)
 
 
 def fake_model(workload: Workload, device: torch.device) -> nn.Module:
@@ -175,13 +247,27 @@ def fake_model(workload: Workload, device: torch.device) -> nn.Module:
     return model
 
 
+def _zeros_like(tensor: Tensor, device: torch.device) -> Tensor:
+    return torch.zeros_like(tensor, device=device)
+
+
 def _in_compute_precision(workload: Workload, tensor: Tensor) -> Tensor:
     cast = tensor.is_floating_point() and not workload.fixed_dtypes
     return tensor.to(workload.precision.compute) if cast else tensor
 
 
-def _random_state_bytes(workload: Workload, model: nn.Module, device: torch.device) -> int:
+def _keep_random_states(workload: Workload, model: nn.Module, device: torch.device) -> None:
     """What torch's checkpoint keeps beside a block's inputs and no operation yields: the CPU generator's state."""
     if not workload.training.activation_checkpointing or device.type != "cpu":
-        return 0
-    return len(workload.blocks(model)) * torch.get_rng_state().nbytes
+        return
+    num_bytes = torch.get_rng_state().nbytes
+
+    def keep(block: nn.Module, inputs: object, outputs: object) -> None:
+        """Until the block's backward is over, which it is for sure when the gradient of its input is there."""
+        state = [torch.empty(num_bytes, dtype=torch.uint8)]
+        given, made = ([t for t in tensors_in(value) if t.requires_grad] for value in (inputs, outputs))
+        for tensor in (given or made)[:1]:
+            tensor.register_hook(lambda gradient: state.clear())
+
+    for block in workload.blocks(model):
+        block.register_forward_hook(keep)

@@ -8,7 +8,7 @@ backward still runs (Li et al. 2020, "PyTorch Distributed: Experiences on Accele
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal, get_args
 
@@ -42,6 +42,7 @@ from impls.native.parts.rank_model import Kinds, Passes, RankModel
 from impls.native.parts.shared_memory import Transport
 from impls.native.parts.synchronised_batch_norm import prepared_alone, summed_bytes, synchronise_batch_norm
 
+DEFAULT_BUCKET_BYTES = 25 << 20
 DEFAULT_SMALL_BYTES = 128 << 10
 Reduction = Literal["all_reduce", "ring", "parameter_server", "none"]
 
@@ -118,7 +119,7 @@ class NativeDataParallel(Implementation):
         *,
         reduction: Reduction = "all_reduce",
         transport: Transport = "process_group",
-        bucket_bytes: int = 25 << 20,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         small_bytes: int = DEFAULT_SMALL_BYTES,
         direct_gradients: bool = True,
     ) -> None:
@@ -145,11 +146,9 @@ class NativeDataParallel(Implementation):
         self._buffers_go_along = self.transport == "shared_memory" or reduction in ("all_reduce", "none")
         self.num_updates = 0
 
-        trained = [p for p in self.model.parameters if p.trainable]
-        used = in_order_of_use(workload, layout.data, trained)
+        plans = bucket_plans(workload, self.model.parameters, layout.data, self.model.kinds, bucket_bytes)
         if workload.synchronise_batch_norm:
             synchronise_batch_norm(self.module, mesh.group("data", lane=1))
-        plans = plan_buckets(used[::-1], bucket_bytes, self.model.kinds)
         self.sums = self._make_sums(plans, mesh, device, reduction)
         self.buckets = [
             GradientBucket(plan, self.parameters, self.sums.own(index), workload, device, small_bytes=small_bytes)
@@ -381,3 +380,15 @@ class NativeDataParallel(Implementation):
 
     def _counts(self, bucket: GradientBucket) -> bool:
         return self.model.counts(self._kinds(bucket))
+
+
+def bucket_plans(
+    workload: Workload,
+    parameters: Sequence[LogicalParameter],
+    data_degree: int,
+    kinds: Callable[[str], Kinds],
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+) -> tuple[BucketPlan, ...]:
+    """Of what a rank holds, in the order in which backward completes them."""
+    used = in_order_of_use(workload, data_degree, [parameter for parameter in parameters if parameter.trainable])
+    return plan_buckets(used[::-1], bucket_bytes, kinds)

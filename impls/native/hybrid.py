@@ -11,23 +11,29 @@ Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from harness.implementation import EvaluationOutput, Implementation, StepOutput
+from harness.implementation import DryStep, EvaluationOutput, Implementation, StepOutput
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.parameters import LogicalParameter, MemoryCategory
 from harness.pipeline_marks import PredictedPipeline
 from harness.stage_costs import Partition
 from harness.workload import Batch, Workload
-from impls.native.ddp import NativeDataParallel
+from impls.native import pipeline
+from impls.native.ddp import DEFAULT_SMALL_BYTES, NativeDataParallel, bucket_plans
 from impls.native.parts import hybrid_costs
+from impls.native.parts.dry_step import dry_step
+from impls.native.parts.flat_optimizer import converted_bytes
+from impls.native.parts.pipeline_costs import RankCosts, rank_costs
 from impls.native.parts.rank_model import RankModel
 from impls.native.parts.schedules import make
 from impls.native.parts.shared_memory import Transport
+from impls.native.parts.tensor_dry_run import largest_batch, slice_without_values
 from impls.native.pipeline import NativePipeline, agreed_stages, pipeline_stages
 from impls.native.tensor import NativeTensorParallel, tensor_slice
 from impls.native.zero import NativeShardedOptimizer
@@ -76,15 +82,38 @@ class NativeHybrid(Implementation):
     def predicted_memory(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> Mapping[MemoryCategory, int] | None:
-        """Not with a pipeline degree."""
-        return hybrid_costs.memory_bytes(workload, layout, options)
+        """Of the first slice, on the rank of the pipeline whose stages have most."""
+        ranks = _rank_costs(workload, layout, options)
+        return hybrid_costs.memory_bytes(workload, layout, options, ranks) if ranks else None
+
+    @classmethod
+    def dry_steps(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Sequence[Callable[[nn.Module], DryStep]] | None:
+        """Without a pipeline shards of slices are not foreseen."""
+        if layout.tensor * layout.pipeline == 1:
+            return super().dry_steps(workload, parameters, layout, options)
+        ranks = _rank_costs(workload, layout, options)
+        if not ranks or (options.get("stage", 0) and layout.pipeline == 1):
+            return ()
+        batch = largest_batch(workload, layout.data)
+        planned = pipeline.plan(workload, layout, options) if layout.pipeline > 1 else None
+        steps = []
+        for rank, costs in enumerate(ranks):
+            part: Callable[[nn.Module], RankModel] = partial(_slice, workload, layout, options)
+            if planned is not None:
+                part = partial(pipeline.dry_part, planned, rank, batch)
+            held_bytes, lent_bytes = _held_and_lent_bytes(workload, layout, options, costs)
+            steps.append(partial(_dry_step, part, batch, options, held_bytes=held_bytes, lent_bytes=lent_bytes))
+        return steps
 
     @classmethod
     def predicted_wire_bytes(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> int | None:
-        """Not with a pipeline degree."""
-        return hybrid_costs.wire_bytes(workload, layout, options)
+        """Of the first slice, on the rank of the pipeline whose stages send most."""
+        ranks = _rank_costs(workload, layout, options)
+        return hybrid_costs.wire_bytes(workload, layout, options, ranks) if ranks else None
 
     @classmethod
     def predicted_pipeline(
@@ -175,6 +204,56 @@ class NativeHybrid(Implementation):
 
     def close(self) -> None:
         self._along_data.close()
+
+
+def _rank_costs(workload: Workload, layout: Layout, options: Mapping[str, Any]) -> Sequence[RankCosts]:
+    """Of each rank along the pipeline; none where that is not known."""
+    if layout.pipeline == 1:
+        costs = hybrid_costs.slice_costs(workload, layout, options)
+        return () if costs is None else (costs,)
+    planned = pipeline.plan(workload, layout, options)
+    return () if planned is None else rank_costs(planned) or ()
+
+
+def _slice(workload: Workload, layout: Layout, options: Mapping[str, Any], module: nn.Module) -> RankModel:
+    """What a rank has of `module` without a pipeline."""
+    cuts_sequence = options.get("sequence_parallel", False)
+    model, _ = slice_without_values(
+        workload, layout.tensor, data_degree=layout.data, cuts_sequence=cuts_sequence, module=module
+    )
+    return model
+
+
+def _held_and_lent_bytes(
+    workload: Workload, layout: Layout, options: Mapping[str, Any], costs: RankCosts
+) -> tuple[int, int]:
+    """What a rank holds all along, and what comes when backward is over: room for what is on its way between ranks,
+    gradients in the masters' dtype."""
+    states = sum(hybrid_costs.rank_memory_bytes(workload, layout, options, costs).values())
+    if options.get("stage", 0):
+        late, shards = hybrid_costs.late_bytes_and_shards(workload, layout, options, costs)
+        return states - late, max(late, converted_bytes(shards, workload.precision))
+    plans = bucket_plans(workload, costs.parameters, layout.data, costs.kinds.__getitem__)
+    return states, converted_bytes(plans, workload.precision)
+
+
+def _dry_step(
+    part: Callable[[nn.Module], RankModel],
+    batch: Batch,
+    options: Mapping[str, Any],
+    module: nn.Module,
+    *,
+    held_bytes: int,
+    lent_bytes: int,
+) -> DryStep:
+    return dry_step(
+        part(module),
+        batch,
+        held_bytes=held_bytes,
+        lent_bytes=lent_bytes,
+        small_bytes=0 if options.get("stage", 0) else DEFAULT_SMALL_BYTES,
+        direct=options.get("direct_gradients", True),
+    )
 
 
 def _over(strategy: type[Implementation], make_model: Callable[[], RankModel]) -> type[Implementation]:

@@ -4,27 +4,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from harness.block_times import block_seconds
 from harness.chain import chain_of, holders_of, why_not
+from harness.implementation import DryStep
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.parameters import LogicalParameter, MemoryCategory, replicated_state_bytes
 from harness.pipeline_marks import PredictedPipeline
 from harness.stage_costs import Partition, stages_of
-from harness.workload import Workload
-from impls.native.ddp import NativeDataParallel
+from harness.workload import Batch, Workload
+from impls.native.ddp import DEFAULT_SMALL_BYTES, NativeDataParallel, bucket_plans
+from impls.native.parts.dry_step import dry_step
+from impls.native.parts.flat_optimizer import converted_bytes
 from impls.native.parts.partial_model import build_partly
 from impls.native.parts.pipeline_costs import RankCosts, rank_costs
 from impls.native.parts.pipeline_executor import MAX_TENSORS
-from impls.native.parts.pipeline_messages import Messages, NoMessages
+from impls.native.parts.pipeline_messages import HeldMessages, Messages, NoMessages
 from impls.native.parts.pipeline_model import PipelineStages
+from impls.native.parts.pipeline_plan import PipelinePlan
 from impls.native.parts.pipeline_timeline import play
 from impls.native.parts.rank_model import RankModel
 from impls.native.parts.schedules import Schedule, make
@@ -73,6 +78,17 @@ class NativePipeline(NativeDataParallel):
         num_moments = workload.training.num_moments
         of_ranks = [replicated_state_bytes(rank.parameters, workload.precision, num_moments) for rank in costs]
         return max(of_ranks, key=lambda states: sum(states.values()))
+
+    @classmethod
+    def dry_steps(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Sequence[Callable[[nn.Module], DryStep]]:
+        """All ranks': one that holds fewer states may keep more activations."""
+        planned = plan(workload, layout, options)
+        if planned is None:
+            return ()
+        batch = planned.largest_batch()
+        return [partial(_dry_step, planned, rank, batch, options) for rank in range(planned.num_ranks)]
 
     @classmethod
     def predicted_wire_bytes(
@@ -150,14 +166,16 @@ def pipeline_stages(
 ) -> PipelineStages:
     """This rank's stages of `whole`, by its place along the pipeline axis; `whole` needs no values of other stages'
     parameters. Collective."""
+    group = mesh.group("pipeline")
     return PipelineStages(
         whole,
-        mesh.group("pipeline"),
+        group,
         whose,
+        rank=group.rank(),
         stages=stages,
         schedule=schedule,
         make_ties=partial(mesh.part, "pipeline"),
-        messages=messages,
+        messages=messages(group, whole.device),
     )
 
 
@@ -186,10 +204,44 @@ def _schedule(workload: Workload, layout: Layout, options: Mapping[str, Any]) ->
     )
 
 
-def _costs(workload: Workload, layout: Layout, options: Mapping[str, Any]) -> tuple[RankCosts, ...] | None:
+def plan(workload: Workload, layout: Layout, options: Mapping[str, Any]) -> PipelinePlan | None:
     """None where the cut is made by time, which is measured as the ranks start."""
     schedule, partition = _schedule(workload, layout, options), options.get("partition", "flops")
     if partition == "time":
         return None
-    stages = stages_of(workload, schedule.num_stages, partition, schedule.in_flight())
-    return rank_costs(workload, stages, layout.pipeline)
+    return PipelinePlan(
+        workload=workload,
+        schedule=schedule,
+        stages=stages_of(workload, schedule.num_stages, partition, schedule.in_flight()),
+        data_degree=layout.data,
+        tensor_degree=layout.tensor,
+        cuts_sequence=options.get("sequence_parallel", False),
+    )
+
+
+def dry_part(
+    planned: PipelinePlan, rank: int, batch: Batch, module: nn.Module, *, messages: type[Messages] = HeldMessages
+) -> PipelineStages:
+    """What the pipeline's `rank` has of `module`, for dry steps with `batch`."""
+    whole, _ = planned.whole(module)
+    part = planned.part(rank, whole, messages=messages)
+    part.foresee(batch)
+    return part
+
+
+def _dry_step(planned: PipelinePlan, rank: int, batch: Batch, options: Mapping[str, Any], module: nn.Module) -> DryStep:
+    messages = NoMessages if options.get("transport") == "none" else HeldMessages
+    part = dry_part(planned, rank, batch, module, messages=messages)
+    plans = bucket_plans(planned.workload, part.parameters, planned.data_degree, part.kinds)
+    return dry_step(
+        part,
+        batch,
+        lent_bytes=converted_bytes(plans, planned.workload.precision),
+        small_bytes=DEFAULT_SMALL_BYTES,
+        direct=options.get("direct_gradients", True),
+    )
+
+
+def _costs(workload: Workload, layout: Layout, options: Mapping[str, Any]) -> tuple[RankCosts, ...] | None:
+    planned = plan(workload, layout, options)
+    return None if planned is None else rank_costs(planned)

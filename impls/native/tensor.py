@@ -9,21 +9,26 @@ Gradients and updates are those of data parallelism over one rank (ddp.py) on th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
+from torch import nn
 
+from harness.implementation import DryStep
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.parameters import LogicalParameter, MemoryCategory, replicated_state_bytes
-from harness.workload import Workload
-from impls.native.ddp import NativeDataParallel
+from harness.workload import Batch, Workload
+from impls.native.ddp import DEFAULT_SMALL_BYTES, NativeDataParallel, bucket_plans
 from impls.native.parts import shared_memory, tensor_model
 from impls.native.parts.counting_exchange import CountingExchange
+from impls.native.parts.dry_step import dry_step
+from impls.native.parts.flat_optimizer import converted_bytes
 from impls.native.parts.rank_model import RankModel
 from impls.native.parts.shared_memory import TIMEOUT_SECONDS
-from impls.native.parts.tensor_dry_run import TensorCosts, tensor_costs
+from impls.native.parts.tensor_dry_run import TensorCosts, largest_batch, slice_without_values, tensor_costs
 from impls.native.parts.tensor_exchange import ProcessGroupExchange, SharedMemoryExchange, TensorExchange
 
 TensorTransport = Literal["process_group", "shared_memory", "none"]
@@ -65,6 +70,19 @@ class NativeTensorParallel(NativeDataParallel):
         states = replicated_state_bytes(costs.parameters, workload.precision, workload.training.num_moments)
         shares_memory = options.get("transport") == "shared_memory"
         return {**states, "communication_buffers": 2 * costs.largest_bytes if shares_memory else 0}
+
+    @classmethod
+    def dry_steps(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Sequence[Callable[[nn.Module], DryStep]] | None:
+        """The first rank's."""
+        if layout.tensor == 1:
+            return super().dry_steps(workload, parameters, layout, options)
+        states = cls.predicted_memory(workload, parameters, layout, options)
+        if states is None:
+            return ()
+        batch = largest_batch(workload, layout.data)
+        return [partial(_dry_step, workload, layout, options, batch=batch, held_bytes=sum(states.values()))]
 
     @classmethod
     def predicted_wire_bytes(
@@ -134,6 +152,28 @@ def tensor_slice(
         cuts_sequence=sequence_parallel,
         data_degree=layout.data,
         facts=facts | ({"tensor_transport_fallback": fallback} if fallback else {}),
+    )
+
+
+def _dry_step(
+    workload: Workload,
+    layout: Layout,
+    options: Mapping[str, Any],
+    module: nn.Module,
+    *,
+    batch: Batch,
+    held_bytes: int,
+) -> DryStep:
+    cuts_sequence = options.get("sequence_parallel", False)
+    part, _ = slice_without_values(workload, layout.tensor, data_degree=1, cuts_sequence=cuts_sequence, module=module)
+    plans = bucket_plans(workload, part.parameters, layout.data, part.kinds)
+    return dry_step(
+        part,
+        batch,
+        held_bytes=held_bytes,
+        lent_bytes=converted_bytes(plans, workload.precision),
+        small_bytes=DEFAULT_SMALL_BYTES,
+        direct=options.get("direct_gradients", True),
     )
 
 

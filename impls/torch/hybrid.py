@@ -19,7 +19,7 @@ from harness.mesh import Mesh
 from harness.optimizer import RecipeOptimizer
 from harness.parameters import LogicalParameter, MemoryCategory
 from harness.workload import Workload
-from impls.torch.parts import pipeline_costs, pipeline_limits, sharding_limits
+from impls.torch.parts import pipeline_costs, pipeline_limits, sharding_limits, slice_costs
 from impls.torch.parts.flat_sum import sum_gradients
 from impls.torch.parts.pipeline_model import PipelineModel
 from impls.torch.parts.pipeline_plan import Partition, plan
@@ -54,17 +54,21 @@ class TorchHybrid(TorchPipeline):
     def predicted_memory(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> Mapping[MemoryCategory, int] | None:
-        if layout.tensor > 1:
-            return None
-        return super().predicted_memory(workload, parameters, layout, options)
+        """Of the rank that needs most; of slices that is the first."""
+        if layout.tensor == 1:
+            return super().predicted_memory(workload, parameters, layout, options)
+        costs = slice_costs.slice_costs(workload, layout)
+        return None if costs is None else slice_costs.memory_bytes(costs, workload, layout)
 
     @classmethod
     def predicted_wire_bytes(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> int | None:
-        if layout.tensor > 1:
-            return None
-        return pipeline_costs.wire_bytes(plan(workload, layout, options), workload, parameters, data_degree=layout.data)
+        if layout.tensor == 1:
+            planned = plan(workload, layout, options)
+            return pipeline_costs.wire_bytes(planned, workload, parameters, data_degree=layout.data)
+        costs = slice_costs.slice_costs(workload, layout)
+        return None if costs is None else slice_costs.wire_bytes(costs, workload, layout)
 
     def __init__(
         self,

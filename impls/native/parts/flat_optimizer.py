@@ -8,12 +8,13 @@ AdamW: Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization".
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from harness.precision import Precision
 from harness.workload import Training
 from impls.native.parts import flat_memory
 from impls.native.parts.bucket_sums import Piece
@@ -30,6 +31,13 @@ class _Run:
     weight_decay: float
     num_steps: Tensor
     names: tuple[str, ...]
+
+
+def converted_bytes(plans: Iterable[BucketPlan], precision: Precision) -> int:
+    """What an update makes of a bucket's gradients to step masters of another dtype, of the largest of `plans`."""
+    if precision.master in (None, precision.gradient):
+        return 0
+    return max((plan.num_elements * precision.master.itemsize for plan in plans), default=0)
 
 
 class FlatOptimizer:

@@ -1,63 +1,89 @@
-"""What a product of data and tensor parallelism costs a rank: the data axis' own closed forms, over the slices of one
-tensor rank (parts/tensor_dry_run.py)."""
+"""What a product of degrees costs a rank: the data axis' own closed forms, over the slices and stages that it holds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from harness.layout import Layout
 from harness.parameters import MemoryCategory, all_reduce_wire_bytes, broadcast_wire_bytes, replicated_state_bytes
 from harness.workload import Workload
 from impls.native.parts import zero_costs
-from impls.native.parts.tensor_dry_run import TensorCosts, tensor_costs
+from impls.native.parts.buckets import BucketPlan
+from impls.native.parts.pipeline_costs import RankCosts
+from impls.native.parts.tensor_dry_run import tensor_costs
 from impls.native.parts.zero_plan import ZeroPlan, plan_zero
 
 
-def memory_bytes(workload: Workload, layout: Layout, options: Mapping[str, Any]) -> dict[MemoryCategory, int] | None:
-    """States by category, of the rank that holds most; None where that is not known."""
-    costs = _costs(workload, layout, options)
-    if costs is None:
-        return None
+def memory_bytes(
+    workload: Workload, layout: Layout, options: Mapping[str, Any], ranks: Sequence[RankCosts]
+) -> dict[MemoryCategory, int]:
+    """States by category, of that of `ranks` which holds most."""
+    of_ranks = [rank_memory_bytes(workload, layout, options, rank) for rank in ranks]
+    return max(of_ranks, key=lambda states: sum(states.values()))
+
+
+def rank_memory_bytes(
+    workload: Workload, layout: Layout, options: Mapping[str, Any], rank: RankCosts
+) -> dict[MemoryCategory, int]:
+    """States by category."""
     shares_memory = options.get("transport") == "shared_memory"
     if options.get("stage", 0):
-        plan = _plan(workload, layout, options, costs)
-        states = zero_costs.memory_bytes(plan, workload, costs.parameters, layout, shares_memory=shares_memory)
+        plan = _plan(workload, layout, options, rank)
+        states = zero_costs.memory_bytes(plan, workload, rank.parameters, layout, shares_memory=shares_memory)
     else:
-        states = replicated_state_bytes(costs.parameters, workload.precision, workload.training.num_moments)
-    exchanged = 2 * costs.largest_bytes if shares_memory and layout.tensor > 1 else 0
+        states = replicated_state_bytes(rank.parameters, workload.precision, workload.training.num_moments)
+    exchanged = 2 * rank.largest_bytes if shares_memory and layout.tensor > 1 else 0
     return {**states, "communication_buffers": states.get("communication_buffers", 0) + exchanged}
 
 
-def wire_bytes(workload: Workload, layout: Layout, options: Mapping[str, Any]) -> int | None:
-    """What one rank sends in a step, of the rank that sends most; None where that is not known."""
-    costs = _costs(workload, layout, options)
-    if costs is None:
-        return None
-    stage = options.get("stage", 0)
-    sent = costs.activation_bytes + costs.norm_bytes
-    sent += costs.partial_bytes * (workload.training.num_micro_batches if stage > 1 else 1)
-    if stage:
-        return sent + zero_costs.wire_bytes(_plan(workload, layout, options, costs), workload, layout)
-    states = replicated_state_bytes(costs.parameters, workload.precision, workload.training.num_moments)
-    sent += all_reduce_wire_bytes(states["gradients"], layout.data)
-    return sent + broadcast_wire_bytes(workload.buffer_bytes(), layout.data)
+def late_bytes_and_shards(
+    workload: Workload, layout: Layout, options: Mapping[str, Any], rank: RankCosts
+) -> tuple[int, list[BucketPlan]]:
+    """With a sharded optimizer: how many of these bytes come when backward is over, and what the first rank steps."""
+    plan = _plan(workload, layout, options, rank)
+    shares_memory = options.get("transport") == "shared_memory"
+    late = zero_costs.late_bytes(plan, workload, layout, shares_memory=shares_memory)
+    return late, [flat.plan.shard(0) for flat in plan.flats if flat.trainable]
 
 
-def _costs(workload: Workload, layout: Layout, options: Mapping[str, Any]) -> TensorCosts | None:
-    if layout.pipeline > 1 or workload.tensor_plan is None:
+def wire_bytes(workload: Workload, layout: Layout, options: Mapping[str, Any], ranks: Sequence[RankCosts]) -> int:
+    """What one rank sends in a step, of that of `ranks` which sends most."""
+    return max(_wire_bytes(workload, layout, options, rank) for rank in ranks)
+
+
+def slice_costs(workload: Workload, layout: Layout, options: Mapping[str, Any]) -> RankCosts | None:
+    """Of a rank without a pipeline; None where that is not known."""
+    if workload.tensor_plan is None:
         return None
     cuts_sequence = options.get("sequence_parallel", False)
-    return tensor_costs(workload, layout.tensor, data_degree=layout.data, cuts_sequence=cuts_sequence)
+    costs = tensor_costs(workload, layout.tensor, data_degree=layout.data, cuts_sequence=cuts_sequence)
+    if costs is None:
+        return None
+    num_sums = workload.training.num_micro_batches if options.get("stage", 0) > 1 else 1
+    return RankCosts(
+        parameters=costs.parameters,
+        kinds=costs.kinds,
+        sent_bytes=costs.activation_bytes + costs.norm_bytes + num_sums * costs.partial_bytes,
+        largest_bytes=costs.largest_bytes,
+    )
 
 
-def _plan(workload: Workload, layout: Layout, options: Mapping[str, Any], costs: TensorCosts) -> ZeroPlan:
+def _wire_bytes(workload: Workload, layout: Layout, options: Mapping[str, Any], rank: RankCosts) -> int:
+    if options.get("stage", 0):
+        return rank.sent_bytes + zero_costs.wire_bytes(_plan(workload, layout, options, rank), workload, layout)
+    states = replicated_state_bytes(rank.parameters, workload.precision, workload.training.num_moments)
+    summed = all_reduce_wire_bytes(states["gradients"], layout.data)
+    return rank.sent_bytes + summed + broadcast_wire_bytes(workload.buffer_bytes(), layout.data)
+
+
+def _plan(workload: Workload, layout: Layout, options: Mapping[str, Any], rank: RankCosts) -> ZeroPlan:
     return plan_zero(
         workload,
-        costs.parameters,
+        rank.parameters,
         layout,
         stage=options["stage"],
         bucket_bytes=options.get("bucket_bytes"),
         reshards=options.get("reshard_after_forward", True),
-        kinds=costs.kinds.__getitem__,
+        kinds=rank.kinds.__getitem__,
     )

@@ -2,59 +2,115 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
-from harness.chain import Border, borders, chain_of, holders_of
-from harness.parameters import LogicalParameter, all_reduce_wire_bytes, logical_parameters, replicated_state_bytes
-from harness.workload import Workload
+from harness.chain import holders_of
+from harness.parameters import LogicalParameter, all_reduce_wire_bytes, replicated_state_bytes
+from harness.workload import Batch, MicroBatch, Workload
+from impls.native.parts.direct_gradients import TrainingTask
+from impls.native.parts.pipeline_plan import PipelinePlan
+from impls.native.parts.rank_model import Kinds, Passes, RankModel
 
 _NORM_BYTES = torch.float64.itemsize
+_META = torch.device("meta")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankCosts:
-    """The `parameters` that one rank holds and the bytes that it sends in a step."""
+    """The `parameters` that one rank holds, as they lie there, with their `kinds` by name; the bytes that it sends in a
+    step, but for those along the data axis, and the most that it sends to other slices at once."""
 
     parameters: tuple[LogicalParameter, ...]
+    kinds: Mapping[str, Kinds]
     sent_bytes: int
+    largest_bytes: int = 0
 
 
-def rank_costs(workload: Workload, stages: Sequence[range], num_ranks: int) -> tuple[RankCosts, ...]:
+def rank_costs(plan: PipelinePlan) -> tuple[RankCosts, ...] | None:
     """Of each rank, for the first step's micro-batches:
 
     activations   over each border to another rank, forward; their gradients, where they have one, back
+    slices        what the layers of the tensor plan exchange, and once the partial gradients of what is whole
     ties          2(n-1)/n of the gradients that the stages of n ranks make together
-    norm          where the recipe asks for it, an fp64 number to each of the others
+    norm          where the recipe asks for it, an fp64 number to each of the others of an axis
+
+    None where slices cannot be run without values.
     """
-    chain = chain_of(workload)
-    rank_of = [stage % num_ranks for stage in range(len(stages))]
-    holders = holders_of(chain.model, chain.blocks, stages, rank_of)
-    parameters = logical_parameters(chain.model, workload.decays)
-    held = [tuple(p for p in parameters if rank in holders.get(p.name, ())) for rank in range(num_ranks)]
-    sent = _message_bytes(workload, stages, num_ranks)
-    for ranks in {tuple(sorted(of_one)) for of_one in holders.values() if len(of_one) > 1}:
-        tied = [p for p in parameters if tuple(sorted(holders.get(p.name, ()))) == ranks]
-        summed = replicated_state_bytes(tied, workload.precision, workload.training.num_moments)["gradients"]
-        for rank in ranks:
-            sent[rank] += all_reduce_wire_bytes(summed, len(ranks))
-    norm = (num_ranks - 1) * _NORM_BYTES if workload.training.checks_norm else 0
-    return tuple(RankCosts(parameters=p, sent_bytes=s + norm) for p, s in zip(held, sent, strict=True))
+    batch = plan.largest_batch().to(_META)
+    whole, _ = plan.whole()
+    messages, exchanged = _message_bytes(plan, whole, batch), [(0, 0)] * plan.num_ranks
+    if plan.tensor_degree > 1:
+        try:
+            exchanged = [_exchanged_bytes(plan, rank, batch) for rank in range(plan.num_ranks)]
+        except (NotImplementedError, RuntimeError):  # whatever a model does with tensors that have no values
+            return None
+    workload = plan.workload
+    norm = (plan.num_ranks - 1 + plan.tensor_degree - 1) * _NORM_BYTES if workload.training.checks_norm else 0
+    assert workload.chain is not None
+    rank_of = [stage % plan.num_ranks for stage in range(len(plan.stages))]
+    holders = holders_of(whole.module, list(workload.chain(whole.module)), plan.stages, rank_of)
+    costs = []
+    for rank in range(plan.num_ranks):
+        held = tuple(p for p in whole.parameters if rank in holders.get(p.name, ()))
+        kinds = {p.name: (*whole.kinds(p.name), tuple(sorted(holders[p.name]))) for p in held}
+        sums = _summed_bytes(workload, held, kinds, plan.tensor_degree)
+        sent, largest = exchanged[rank]
+        sent += messages[rank] + sums + norm
+        costs.append(RankCosts(parameters=held, kinds=kinds, sent_bytes=sent, largest_bytes=largest))
+    return tuple(costs)
 
 
-def _message_bytes(workload: Workload, stages: Sequence[range], num_ranks: int) -> list[int]:
-    sent = [0] * num_ranks
-    of_shapes: dict[tuple[int, ...], tuple[Border, ...]] = {}
-    for micro_batch in workload.batch(0).micro_batches:
-        shape = tuple(micro_batch.inputs.shape)
-        if shape not in of_shapes:
-            of_shapes[shape] = borders(workload, micro_batch.inputs)
-        for stage, blocks in enumerate(stages[:-1]):
-            here, there = stage % num_ranks, (stage + 1) % num_ranks
+def _message_bytes(plan: PipelinePlan, whole: RankModel, batch: Batch) -> list[int]:
+    """Of each rank what it sends to others of the pipeline."""
+    sent = [0] * plan.num_ranks
+    for micro_batch, count in _shapes(batch):
+        borders = whole.borders(micro_batch.inputs)
+        for stage, blocks in enumerate(plan.stages[:-1]):
+            here, there = stage % plan.num_ranks, (stage + 1) % plan.num_ranks
             if here != there:
-                border = of_shapes[shape][blocks.stop - 1]
-                sent[here] += sum(tensor.num_bytes for tensor in border)
-                sent[there] += sum(tensor.num_bytes for tensor in border if tensor.carries_gradient)
+                border = borders[blocks.stop - 1]
+                sent[here] += count * sum(tensor.num_bytes for tensor in border)
+                sent[there] += count * sum(tensor.num_bytes for tensor in border if tensor.carries_gradient)
     return sent
+
+
+def _exchanged_bytes(plan: PipelinePlan, rank: int, batch: Batch) -> tuple[int, int]:
+    """What the rank sends to those with other slices of its stages, as they go forward and backward, in all and at
+    most at once."""
+    one_at_a_time = replace(plan, schedule=replace(plan.schedule, num_micro_batches=1))
+    whole, exchange = plan.whole()
+    stages = one_at_a_time.part(rank, whole)
+    total = 0
+    for micro_batch, count in _shapes(batch):
+        before = exchange.sent_bytes
+        with torch.device(_META):
+            alone = replace(batch, micro_batches=(micro_batch,))
+            stages.forward_backward(alone, TrainingTask(), Passes(begin_micro_batch=lambda index: None))
+        total += count * (exchange.sent_bytes - before)
+    return total, exchange.largest_bytes
+
+
+def _shapes(batch: Batch) -> Iterable[tuple[MicroBatch, int]]:
+    """A micro-batch of each shape, and how many there are."""
+    alike: dict[tuple[int, ...], list[MicroBatch]] = {}
+    for micro_batch in batch.micro_batches:
+        alike.setdefault(tuple(micro_batch.inputs.shape), []).append(micro_batch)
+    return [(first, 1 + len(others)) for first, *others in alike.values()]
+
+
+def _summed_bytes(
+    workload: Workload, parameters: Iterable[LogicalParameter], kinds: Mapping[str, Kinds], tensor_degree: int
+) -> int:
+    """For the gradients that are partial on a rank, along the tensor axis or along the pipeline."""
+    of_kinds: dict[Kinds, list[LogicalParameter]] = {}
+    for parameter in parameters:
+        of_kinds.setdefault(kinds[parameter.name], []).append(parameter)
+    total = 0
+    for (*of_slice, holders), alike in of_kinds.items():
+        gradients = replicated_state_bytes(alike, workload.precision, workload.training.num_moments)["gradients"]
+        total += all_reduce_wire_bytes(gradients, tensor_degree if of_slice == ["partial"] else 1)
+        total += all_reduce_wire_bytes(gradients, len(holders) if isinstance(holders, tuple) else 1)
+    return total

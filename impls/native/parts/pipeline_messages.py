@@ -20,9 +20,10 @@ from harness.chain import TensorShape
 class Messages:
     """Sends and receives of one rank along its pipeline. Everything is started without waiting; `arrived` waits for
     what is needed now, `end_step` for what this rank has sent. Tags tell the messages of a step apart, so that their
-    order does not matter; where a library knows no tags (NCCL) it is the order of the schedule that pairs them."""
+    order does not matter; where a library knows no tags (NCCL) it is the order of the schedule that pairs them. Without
+    a `group` nothing travels: of use to subclasses alone."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group, self._device = group, device
         self._sends: list[tuple[Any, Tensor]] = []
         self._receives: dict[tuple[int, int], list[tuple[Any, Tensor]]] = {}
@@ -76,3 +77,10 @@ class NoMessages(Messages):
         if (peer, tag) not in self._receives:
             zeros = [torch.zeros(shape.shape, dtype=shape.dtype, device=self._device) for shape in shapes]
             self._receives[peer, tag] = [(None, tensor) for tensor in zeros]
+
+
+class HeldMessages(NoMessages):
+    """Sends nothing, but holds what it would send for as long."""
+
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
+        self._sends += [(None, tensor.detach().contiguous()) for tensor in tensors if tensor.numel()]

@@ -23,9 +23,10 @@ from impls.native.parts.schedules import Schedule, forwards
 
 
 class PipelineStages(RankModel):
-    """This rank's stages of `whole`, stage s on the pipeline's rank s modulo their number; `stages` are the blocks of
-    each. Collective over `group`; `make_ties` makes the group of those places in it that hold the parameters which
-    several stages use.
+    """The stages of the pipeline's `rank` of `whole`, stage s on rank s modulo their number; `stages` are the blocks of
+    each. Collective over `group`, which takes what is not on the way of a forward or backward; none where nothing is
+    asked for between steps. `make_ties` makes the group of those ranks that hold the parameters which several stages
+    use.
 
     Of the model that is built whole only the stages' own parameters stay.
     """
@@ -33,19 +34,20 @@ class PipelineStages(RankModel):
     def __init__(
         self,
         whole: RankModel,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         whose: str,
         *,
+        rank: int,
         stages: Sequence[range],
         schedule: Schedule,
         make_ties: Callable[[Sequence[int]], dist.ProcessGroup | None],
-        messages: type[Messages] = Messages,
+        messages: Messages,
     ) -> None:
         workload = whole.workload
         assert workload.chain is not None
         super().__init__(workload, whole.device, whose, module=whole.module)
         self._slice = whole
-        self._group, self._rank = group, group.rank()
+        self._group, self._rank = group, rank
         self._schedule = schedule
         self._actions = schedule.table()[self._rank]
         blocks = list(workload.chain(self.module))
@@ -64,7 +66,7 @@ class PipelineStages(RankModel):
         keep_parameters(self.module, {name for name, ranks in holders.items() if self._rank in ranks})
         kept = {name for name, _ in self.module.named_parameters()}
         self.parameters = tuple(parameter for parameter in whole.parameters if parameter.name in kept)
-        self._messages = messages(group, whole.device)
+        self._messages = messages
 
     def kinds(self, name: str) -> Kinds:
         return (*self._slice.kinds(name), self._holders[name])
@@ -95,6 +97,12 @@ class PipelineStages(RankModel):
         self.kept_views.check()
         return EvaluationOutput(loss_sum=_total(losses), num_tokens=batch.num_tokens)
 
+    def foresee(self, batch: Batch) -> None:
+        """Finds out what crosses borders with micro-batches like these, as a step does when it meets the first of a
+        shape."""
+        for micro_batch in batch.micro_batches:
+            self._borders_of(micro_batch.inputs, evaluates=False)
+
     def write_directly(self, places: dict[str, Place], task: TrainingTask) -> None:
         self._slice.write_directly(places, task)
 
@@ -111,6 +119,7 @@ class PipelineStages(RankModel):
         return self._rank == holders[0] and self._slice.counts(tuple(of_slice))
 
     def norm_over_slices(self, own: Tensor) -> Tensor:
+        assert self._group is not None
         return norm_over_ranks(self._slice.norm_over_slices(own).to(self.device), self._group)
 
     def whole(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -123,6 +132,7 @@ class PipelineStages(RankModel):
 
     def _merged(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Of what several ranks tell the first one's."""
+        assert self._group is not None
         of_ranks: list[Any] = [None] * self._group.size()
         dist.all_gather_object(of_ranks, dict(own), group=self._group)
         found: dict[str, Tensor] = {}

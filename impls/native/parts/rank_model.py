@@ -57,7 +57,7 @@ class RankModel:
     ) -> None:
         self.workload = workload
         self.device = device
-        self.module: nn.Module = (workload.build_model() if module is None else module).to(device)
+        self.module = on_device(workload.build_model() if module is None else module, device)
         self.kept_views = KeptViews(self.module, whose)
         self.parameters: tuple[LogicalParameter, ...] = logical_parameters(self.module, workload.decays)
 
@@ -148,3 +148,9 @@ class RankModel:
 
     def close(self) -> None:
         """Releases what outlives the object."""
+
+
+def on_device(module: nn.Module, device: torch.device) -> nn.Module:
+    """`module` there; not moved where it is already, which tensors without memory would not bear."""
+    tensors = (*module.parameters(), *module.buffers())
+    return module if all(tensor.device == device for tensor in tensors) else module.to(device)

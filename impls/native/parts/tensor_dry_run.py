@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from harness.parameters import LogicalParameter, all_reduce_wire_bytes
-from harness.workload import Workload, in_compute_precision
+from harness.workload import Batch, Workload, in_compute_precision
 from impls.native.parts.counting_exchange import CountingExchange
 from impls.native.parts.rank_model import Kinds
 from impls.native.parts.tensor_model import TensorSlice
@@ -32,23 +33,38 @@ class TensorCosts:
     largest_bytes: int
 
 
+def slice_without_values(
+    workload: Workload, degree: int, *, data_degree: int, cuts_sequence: bool, module: nn.Module | None = None
+) -> tuple[TensorSlice, CountingExchange]:
+    """The first rank's slice, which is the largest, of `module`, by itself the model on the meta device; and what
+    counts its exchanges."""
+    if module is None:
+        module = in_compute_precision(workload, workload.model_without_memory())
+        workload.checkpoint_activations(module)
+    exchange = CountingExchange(degree)
+    model = TensorSlice(
+        workload,
+        next((parameter.device for parameter in module.parameters()), _META),
+        exchange,
+        None,
+        "tensor parallelism",
+        cuts_sequence=cuts_sequence,
+        data_degree=data_degree,
+        module=module,
+    )
+    return model, exchange
+
+
+def largest_batch(workload: Workload, data_degree: int) -> Batch:
+    """The share of the first step that has most samples: the last data rank's."""
+    return workload.batch(0, data_rank=data_degree - 1, data_degree=data_degree)
+
+
 def tensor_costs(workload: Workload, degree: int, *, data_degree: int, cuts_sequence: bool) -> TensorCosts | None:
     """None where the model does not run without values."""
-    exchange = CountingExchange(degree)
-    module = in_compute_precision(workload, workload.model_without_memory())
-    workload.checkpoint_activations(module)
     try:
-        model = TensorSlice(
-            workload,
-            _META,
-            exchange,
-            None,
-            "tensor parallelism",
-            cuts_sequence=cuts_sequence,
-            data_degree=data_degree,
-            module=module,
-        )
-        for micro_batch in workload.batch(0, data_degree=data_degree).to(_META).micro_batches:
+        model, exchange = slice_without_values(workload, degree, data_degree=data_degree, cuts_sequence=cuts_sequence)
+        for micro_batch in largest_batch(workload, data_degree).to(_META).micro_batches:
             with torch.device(_META):
                 model.loss_sum(micro_batch).backward()
     except (NotImplementedError, RuntimeError):  # whatever a model does with tensors that have no values

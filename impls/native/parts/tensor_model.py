@@ -23,7 +23,7 @@ from impls.native.parts import tensor_layers, tensor_vocabulary
 from impls.native.parts.counting_exchange import CountingExchange
 from impls.native.parts.direct_gradients import Place, TrainingTask, can_be_written
 from impls.native.parts.order_of_use import order_of_use
-from impls.native.parts.rank_model import Kinds, RankModel
+from impls.native.parts.rank_model import Kinds, RankModel, on_device
 from impls.native.parts.tensor_cut import Cut, cuts_of, take_local
 from impls.native.parts.tensor_exchange import TensorExchange
 from impls.native.parts.tensor_layers import CutLayer, TensorContext
@@ -58,7 +58,7 @@ class TensorSlice(RankModel):
         whole = {parameter.name: parameter for parameter in self.parameters}
         self._cuts = cuts_of(self.module, self._plan, exchange.num_ranks)
         take_local(self.module, self._cuts, exchange.rank)
-        self.module, self.device = self.module.to(device), device
+        self.module, self.device = on_device(self.module, device), device
         # Names, decay and ties are the whole parameters'; shapes are the slices'.
         self.parameters = tuple(
             replace(whole[parameter.name], shape=parameter.shape)

@@ -70,23 +70,30 @@ def wire_bytes(
     reshards: bool,
     reduces_each: bool,
 ) -> int:
-    """What the first rank sends in a step, on gloo. Of n ranks each sends (n-1)/n of what is gathered and, since a
-    reduce-scatter there moves as much as an all-reduce, 2(n-1)/n of what is reduced; then 2(r-1)/r of a shard's
-    gradients to sum those of r replicas. Beside that the norms of the shards where the recipe needs the global one, a
-    byte a parameter to find out which nobody used, and buffers."""
-    num_micro_batches, training = workload.training.num_micro_batches, workload.training
+    """What the first rank sends in a step, on gloo: what is exchanged of parameters and gradients; beside that the
+    norms of the shards where the recipe needs the global one, a byte a parameter to find out which nobody used, and
+    buffers."""
+    total = broadcast_wire_bytes(workload.buffer_bytes(), layout.data)
+    total += exchanged_bytes(units, workload, layout.data, reshards=reshards, reduces_each=reduces_each)
+    if workload.training.checks_norm:
+        total += (units.num_shards - 1) * torch.float64.itemsize
+    if workload.leaves_parameters_unused:
+        total += all_reduce_wire_bytes(sum(parameter.trainable for parameter in parameters), layout.data)
+    return total
+
+
+def exchanged_bytes(units: Units, workload: Workload, data_degree: int, *, reshards: bool, reduces_each: bool) -> int:
+    """Of n ranks each sends (n-1)/n of what is gathered and, since a reduce-scatter on gloo moves as much as an
+    all-reduce, 2(n-1)/n of what is reduced; then 2(r-1)/r of a shard's gradients to sum those of r replicas."""
+    num_micro_batches = workload.training.num_micro_batches
     num_reductions = num_micro_batches if reduces_each else 1
     num_gathers = _num_gathers(units, reshards=reshards, num_micro_batches=num_micro_batches)
-    total = broadcast_wire_bytes(workload.buffer_bytes(), layout.data)
+    total = 0
     for unit, times in zip((*units.blocks, units.root), num_gathers, strict=True):
         gathered_shard = unit.gathered_bytes // units.num_shards
         reduced_shard = unit.reduced_bytes // units.num_shards
         total += (units.num_shards - 1) * (times * gathered_shard + 2 * num_reductions * reduced_shard)
-        total += all_reduce_wire_bytes(reduced_shard, layout.data // units.num_shards)
-    if training.checks_norm:
-        total += (units.num_shards - 1) * torch.float64.itemsize
-    if workload.leaves_parameters_unused:
-        total += all_reduce_wire_bytes(sum(parameter.trainable for parameter in parameters), layout.data)
+        total += all_reduce_wire_bytes(reduced_shard, data_degree // units.num_shards)
     return total
 
 

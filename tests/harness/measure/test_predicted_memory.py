@@ -2,19 +2,21 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from harness import models
-from harness.implementation import Implementation, phase
+from harness.implementation import DryStep, Implementation, phase
 from harness.layout import Layout
 from harness.measure.memory import NUM_WARM_UP_STEPS, MemoryRecorder, MemoryReport
 from harness.measure.predicted_memory import dry_run, largest_micro_batch, predicted, registry
 from harness.parameters import logical_parameters, replicated_state_bytes
 from harness.precision import PRECISIONS
-from harness.workload import Training, Workload
+from harness.workload import Batch, Training, Workload
 
 CPU = torch.device("cpu")
 GPT = models.load("gpt:size=tiny,global_batch_size=4")
@@ -133,6 +135,37 @@ def test_activations_of_a_model_that_is_cut_are_not_known() -> None:
 
 def test_without_a_closed_form_only_activations_are_known() -> None:
     assert predicted(GPT, Unknown, Layout(), {}).keys() == {"memory.predicted_activation_bytes"}
+
+
+class HalfCut(Replicated):
+    """Two ranks, of which the second keeps three times as much of each of two forwards."""
+
+    @classmethod
+    def dry_steps(cls, workload, parameters, layout, options) -> list:  # type: ignore[no-untyped-def]
+        return [partial(cls.step, workload, num_kept) for num_kept in (1, 3)]
+
+    @staticmethod
+    def step(workload: Workload, num_kept: int, module: nn.Module) -> DryStep:
+        assert all(isinstance(parameter, FakeTensor) for parameter in module.parameters())
+
+        def take(batch: Batch) -> None:
+            kept = []
+            for micro_batch in batch.micro_batches:
+                with phase("forward"):
+                    kept += [micro_batch.inputs + 1 for _ in range(num_kept)]
+                    micro_batch.inputs.repeat(10, 1)  # gone at once
+            torch.empty(7)  # no activation
+
+        return DryStep(held_bytes=1000, held=[], batch=workload.batch(0), take=take)
+
+
+def test_of_dry_steps_the_largest_counts() -> None:
+    training = Training(global_batch_size=8, num_micro_batches=2)
+    workload = Workload(name="points", model=lambda: nn.Linear(4, 3), dataset=Points(), training=training)
+    figures = predicted(workload, HalfCut, Layout(pipeline=2), {})
+    one = 4 * 4 * 4  # samples, features, bytes
+    assert figures["memory.predicted_activation_bytes"] == 2 * 3 * one
+    assert figures["memory.predicted_peak_bytes"] == 1000 + (2 * 3 + 10) * one
 
 
 def test_the_registry_of_a_model_without_memory_is_the_real_one() -> None:

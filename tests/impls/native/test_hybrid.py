@@ -14,11 +14,11 @@ from harness import models
 from harness.case import Case
 from harness.implementation import load
 from harness.layout import Layout
-from harness.measure import communication
+from harness.measure import communication, memory
 from harness.measure.memory import MemoryReport
-from harness.measure.predicted_memory import registry
+from harness.measure.predicted_memory import predicted, registry
 from tests.conftest import parity_case
-from tests.impls.test_figures import Instrumented, work_of
+from tests.impls.test_figures import Instrumented, predicted_bytes, work_of
 
 if TYPE_CHECKING:
     from tests.conftest import Worlds
@@ -73,6 +73,15 @@ def instrumented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instrumen
     ranks.close()
 
 
+RECIPES = {
+    "uneven": "global_batch_size=7,num_micro_batches=2",
+    "checkpointed": "clip_norm=0.5,activation_checkpointing=true",
+    "tied": "num_micro_batches=4,tied=true,clip_norm=0.5",
+    "large": "num_micro_batches=3,vocabulary_size=4096,activation_checkpointing=true",
+}
+
+
+@pytest.mark.parametrize("recipe", ["uneven", "checkpointed"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -84,27 +93,65 @@ def instrumented(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instrumen
     ],
     ids=str,
 )
-@pytest.mark.parametrize("recipe", ["num_micro_batches=2", "clip_norm=0.5,activation_checkpointing=true"])
 def test_bytes_and_states_are_the_closed_forms(
     instrumented: Instrumented, options: dict[str, Any], recipe: str
 ) -> None:
     """Of each axis, over the slices of the other."""
-    case = Case(
-        workload=f"gpt:size=tiny,{recipe}",
-        implementation="native.hybrid",
-        layout=Layout(data=2, tensor=2),
-        options=options,
-    )
-    workload, kind = work_of(case), load("native.hybrid")
+    case = make_case(Layout(data=2, tensor=2), recipe, options)
+    check_bytes(instrumented, case)
+    check_states(case, measured_memory(instrumented, case))
+
+
+@pytest.mark.parametrize(
+    ("axes", "recipe", "options", "tolerance"),
+    [
+        ({"data": 2}, "uneven", {}, 0.002),
+        ({"data": 2}, "tied", {"stage": 1, "schedule": "zero_bubble"}, 0.002),
+        ({"tensor": 2}, "large", {"transport": "shared_memory", "schedule": "gpipe"}, 0.002),
+        # Over the process group gloo's own thread lets go of what it has summed some time after.
+        ({"tensor": 2}, "tied", {"schedule": "interleaved_1f1b", "chunks": 2, "sequence_parallel": True}, 0.15),
+    ],
+    ids=str,
+)
+def test_a_pipeline_of_slices_or_replicas_is_foreseen(
+    instrumented: Instrumented, axes: dict[str, int], recipe: str, options: dict[str, Any], tolerance: float
+) -> None:
+    case = make_case(Layout(pipeline=2, **axes), recipe, options)
+    check_bytes(instrumented, case)
+    reports = measured_memory(instrumented, case)
+    check_states(case, reports)
+    foreseen = predicted(work_of(case), load(case.implementation), case.layout, case.options)
+    figures = memory.combine(reports)
+    peak = figures["memory.peak_allocated_bytes.max_rank"]
+    assert foreseen["memory.predicted_peak_bytes"] == pytest.approx(peak, rel=tolerance)
+    assert foreseen["memory.predicted_peak_bytes"] < peak
+    activations = foreseen["memory.predicted_activation_bytes"]
+    assert activations == pytest.approx(figures["memory.activation_bytes"], rel=tolerance)
+
+
+def make_case(layout: Layout, recipe: str, options: dict[str, Any]) -> Case:
+    workload = f"gpt:size=tiny,{RECIPES[recipe]}"
+    return Case(workload=workload, implementation="native.hybrid", layout=layout, options=options)
+
+
+def check_bytes(instrumented: Instrumented, case: Case) -> None:
+    """Of the rank that sends most, in the steady state."""
     launch = instrumented.adopt(case)
     launch.command("build")
     launch.command("time_steps", num_steps=2)
     answers = launch.command("measure_communication", num_steps=1)
     sent = communication.summarise([answer["records"] for answer in answers])["communication.bytes_per_step"]
-    assert sent == kind.predicted_wire_bytes(workload, registry(workload), case.layout, case.options)
-    launch = instrumented.adopt(case)
-    reports: list[MemoryReport] = launch.command("build_and_measure_memory", num_steps=1)
-    foreseen = kind.predicted_memory(workload, registry(workload), case.layout, case.options)
+    assert sent == predicted_bytes(case)
+
+
+def measured_memory(instrumented: Instrumented, case: Case) -> list[MemoryReport]:
+    reports: list[MemoryReport] = instrumented.adopt(case).command("build_and_measure_memory", num_steps=1)
+    return reports
+
+
+def check_states(case: Case, reports: list[MemoryReport]) -> None:
+    workload = work_of(case)
+    foreseen = load(case.implementation).predicted_memory(workload, registry(workload), case.layout, case.options)
     assert foreseen is not None
     for category in ("parameters", "optimizer_states"):
         largest = max(report.largest_bytes[category] for report in reports)

@@ -13,9 +13,11 @@ from harness.case import Case
 from harness.implementation import load
 from harness.layout import Layout
 from harness.measure import communication
+from harness.measure.memory import MemoryReport
+from harness.measure.predicted_memory import registry
 from harness.models import with_options
 from tests.conftest import parity_case
-from tests.impls.test_figures import Instrumented, predicted_bytes
+from tests.impls.test_figures import Instrumented, predicted_bytes, work_of
 
 if TYPE_CHECKING:
     from tests.conftest import Worlds
@@ -55,6 +57,32 @@ def test_gradients_are_summed_once_a_step_however_many_micro_batches(
     metrics = communication.summarise([answer["records"] for answer in answers])
     assert metrics["communication.calls.all_reduce"] == 2  # over the replicas, and between embedding and head
     assert metrics["communication.bytes_per_step"] == predicted_bytes(case)
+
+
+@pytest.mark.parametrize(
+    "workload",
+    [
+        "gpt:size=tiny,activation_checkpointing=true,clip_norm=0.5",
+        "gpt:size=tiny,tied=true,global_batch_size=7,num_micro_batches=2",
+        "llama:size=tiny",
+    ],
+)
+def test_bytes_and_states_of_shards_of_slices_are_foreseen(instrumented: Instrumented, workload: str) -> None:
+    case = Case(workload=workload, implementation="torch.hybrid", layout=Layout(data=2, tensor=2))
+    launch = instrumented.adopt(case)
+    launch.command("build")
+    launch.command("time_steps", num_steps=2)
+    answers = launch.command("measure_communication", num_steps=1)
+    metrics = communication.summarise([answer["records"] for answer in answers])
+    assert metrics["communication.bytes_per_step"] == predicted_bytes(case)
+    work = work_of(case)
+    foreseen = load(case.implementation).predicted_memory(work, registry(work), case.layout, case.options)
+    reports: list[MemoryReport] = instrumented.adopt(case).command("build_and_measure_memory", num_steps=1)
+    assert foreseen is not None
+    assert max(report.largest_bytes["parameters"] for report in reports) == foreseen["parameters"]
+    # torch keeps a counter of four bytes for each parameter.
+    states = max(report.largest_bytes["optimizer_states"] for report in reports)
+    assert states == foreseen["optimizer_states"] + 4 * len(registry(work))
 
 
 @pytest.mark.parametrize(
