@@ -33,7 +33,7 @@ _COMPILE_SECONDS = 3600.0  # of a minute or two, on a machine that has nothing e
 def why_not_usable() -> str | None:
     """Why DeepSpeed cannot be imported here, or None; found out in a process of its own, once."""
     if importlib.util.find_spec("deepspeed") is None:
-        return 'DeepSpeed is not installed: pip install "meshmark[peers]"'
+        return f"deepspeed is not installed: pip install 'deepspeed=={'.'.join(map(str, SUPPORTED))}.*'"
     version = importlib.metadata.version("deepspeed")
     release = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if release != SUPPORTED:

@@ -24,7 +24,7 @@ def pretend(directory: Path, version: str, source: str, monkeypatch: pytest.Monk
 def test_a_missing_library_says_how_to_install_it() -> None:
     if importlib.util.find_spec("deepspeed") is not None:
         pytest.skip("DeepSpeed is installed")
-    assert library.why_not_usable.__wrapped__() == 'DeepSpeed is not installed: pip install "meshmark[peers]"'
+    assert library.why_not_usable.__wrapped__() == "deepspeed is not installed: pip install 'deepspeed==0.19.*'"
 
 
 def test_another_release_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
