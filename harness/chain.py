@@ -1,7 +1,8 @@
 """A workload's model as a chain of blocks that can be cut into stages: who holds what, and what crosses the borders.
 
 Each block takes what the one before gives and nothing else. A pass without values checks that: a block that looks at
-what an earlier one has made, past the border, or at another block's parameter is refused by name.
+what an earlier one was given or has made, past the border, or at another block's parameter is refused by name, and so
+is a buffer that one block writes and another uses: each stage would have its own.
 """
 
 from __future__ import annotations
@@ -138,20 +139,22 @@ def borders(
     for module in (chain.model, *chain.blocks) if evaluates else ():
         module.eval()
     parameters = {storage_key(p): name for name, p in chain.model.named_parameters()}
-    buffers = {storage_key(buffer) for buffer in chain.model.buffers()}
+    buffers = _SharedBuffers(chain)
     made_by: dict[int, int] = {}  # storage: the block that made it
-    kept: list[Tensor] = []  # so that no storage's address is used twice
-    handed: list[Tensor] = [inputs.to(_META)]
+    kept: list[Tensor] = [inputs.to(_META)]  # so that no storage's address is used twice
+    handed, given = kept[:], storage_key(kept[0])
     found: list[Border] = []
     for index, block in enumerate(chain.blocks):
-        own = {storage_key(tensor) for tensor in (*block.parameters(), *handed)} | buffers
+        own = {storage_key(tensor) for tensor in (*block.parameters(), *handed)}
 
         def note(value: object, index: int = index, own: set[int] = own) -> None:
             for tensor in tensors_in(value):
                 storage = storage_key(tensor)
-                if storage in own:
+                if storage in own or buffers.note(storage, index):
                     continue
                 user = chain.names[index]
+                if storage == given:
+                    raise NoChain(f"pipeline: {user} uses what {chain.names[0]} is given, past the blocks between them")
                 if storage in parameters:
                     raise NoChain(f"pipeline: {user} uses {parameters[storage]}, which is another block's")
                 if made_by.get(storage, index) != index:
@@ -166,9 +169,40 @@ def borders(
         recorded = torch.no_grad() if evaluates else nullcontext()
         with recorded, torch.device(_META), Operations(note, made):
             handed = run_block(chain, index, handed)
+        buffers.end_block(index)
         found.append(tuple(map(TensorShape.of, handed)))
         handed = as_received(handed)
     return tuple(found)
+
+
+class _SharedBuffers:
+    """Which blocks use which buffers, and which of them write there. NoChain where another one uses what one writes."""
+
+    def __init__(self, chain: Chain) -> None:
+        self._blocks = chain.names
+        self._buffers = {storage_key(buffer): (name, buffer) for name, buffer in chain.model.named_buffers()}
+        self._versions = {storage: buffer._version for storage, (_, buffer) in self._buffers.items()}
+        self._users: dict[int, dict[int, None]] = {}
+        self._writers: dict[int, int] = {}
+
+    def note(self, storage: int, index: int) -> bool:
+        """Whether it is a buffer's, which block `index` then uses."""
+        if storage in self._buffers:
+            self._users.setdefault(storage, {})[index] = None
+        return storage in self._buffers
+
+    def end_block(self, index: int) -> None:
+        """After each block's forward."""
+        for storage, (name, buffer) in self._buffers.items():
+            if buffer._version != self._versions[storage]:
+                self._versions[storage], self._writers[storage] = buffer._version, index
+            writer = self._writers.get(storage)
+            other = next((user for user in self._users.get(storage, ()) if user != writer), None)
+            if writer is not None and other is not None:
+                raise NoChain(
+                    f"pipeline: {self._blocks[writer]} writes the buffer {name}, which {self._blocks[other]} uses: "
+                    f"each stage would have its own"
+                )
 
 
 def holders_of(

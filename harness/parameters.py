@@ -69,6 +69,11 @@ def logical_parameters(
     )
 
 
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether the model does something with the parameter's gradient as it is made."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 def replicated_state_bytes(
     parameters: Sequence[LogicalParameter], precision: Precision, num_moments: int
 ) -> dict[MemoryCategory, int]:

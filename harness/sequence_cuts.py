@@ -3,6 +3,9 @@ pass without values: with sequence parallelism a rank has a piece of the sequenc
 
     first cut block -> [ region ] -> norms, sums, uncut layers: position by position -> [ region ] -> ... -> head
 
+Gradients of uncut parameters are summed over ranks where these see pieces of the sequence or slices, and nowhere else:
+a parameter that is used on both sides of a border, or past the head, is refused as well.
+
 The pass is made with a length that nothing else in the model has, so that in every tensor the dims that go along the
 sequence are known by their sizes.
 """
@@ -10,6 +13,7 @@ sequence are known by their sizes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -17,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.tensor_plan import ResolvedPlan, VocabularyParallel
+from harness.tensor_plan import ResolvedPlan, RowParallel, VocabularyParallel
 from harness.tensors_in_use import storage_key, tensors_in
 
 _META = torch.device("meta")
@@ -30,6 +34,14 @@ _REARRANGES = {
 }
 _PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "dot": 0, "addmm": 1, "baddbmm": 1, "addmv": 1}  # where the left factor stands
 _MIXES = ("batch_norm", "group_norm", "convolution", "attention", "fft", "lstm", "gru", "rnn")
+
+
+class _Part(Enum):
+    """Of the pass."""
+
+    BEFORE = "before the sequence is cut"
+    BETWEEN = "where a rank has a piece of the sequence"
+    AFTER = "past the head, where it is whole again"
 
 
 class AcrossSequence(ValueError):
@@ -99,6 +111,15 @@ class _Watch(TorchDispatchMode):
         self._kept: list[Tensor] = []  # so that no storage's address is used twice
         self._entered: list[str] = []  # the modules that the pass is in
         self._num_whole = 0  # of them those in which the sequence is whole
+        self._part = _Part.BEFORE
+        cut = {f"{name}.weight" for name in plan.roles}
+        cut |= {f"{name}.bias" for name, role in plan.roles.items() if not isinstance(role, RowParallel)}
+        self._uncut = {
+            storage_key(parameter): name
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and name not in cut
+        }
+        self._used_in: dict[int, _Part] = {}  # by storage: of parameters, and where what is no piece was made
         for name, module in model.named_modules():
             joins = name in heads or name in plan.regions
             module.register_forward_pre_hook(partial(self._enter, name, joins), prepend=True, with_kwargs=True)
@@ -114,11 +135,39 @@ class _Watch(TorchDispatchMode):
         name = func._schema.name.rpartition("::")[2].rstrip("_")
         if pieces:
             self._check(name, func, args, kwargs)
+        self._check_parts(name, (args, kwargs), bool(pieces))
         output = func(*args, **kwargs)
         self._kept.extend(tensors_in(output))
         if pieces:
             self._take(name, output)
+        elif not self._num_whole:
+            for tensor in tensors_in(output):
+                self._used_in.setdefault(storage_key(tensor), self._part)
         return output
+
+    def _check_parts(self, name: str, given: object, meets_piece: bool) -> None:
+        """Gradients of what an operation is given are summands where they are summed, and whole elsewhere."""
+        part = _Part.BETWEEN if self._num_whole else self._part
+        for tensor in tensors_in(given):
+            key = storage_key(tensor)
+            if key in self._pieces:
+                continue
+            if (parameter := self._uncut.get(key)) is not None:
+                first = self._used_in.setdefault(key, part)
+                if first is not part:
+                    raise AcrossSequence(f"sequence_parallel: {parameter} is used {first.value}, and {part.value}")
+                if part is _Part.AFTER:
+                    raise AcrossSequence(
+                        f"sequence_parallel: {parameter} is used {part.value}: expected no parameters there"
+                    )
+            elif tensor.requires_grad and key in self._used_in:
+                if meets_piece and self._used_in[key] is _Part.BEFORE:
+                    self._refuse(f"{name} meets a tensor {self._shape(tensor)} made {_Part.BEFORE.value}")
+                if part is _Part.AFTER and self._used_in[key] is _Part.BETWEEN:
+                    raise AcrossSequence(
+                        f"sequence_parallel: {name} takes {part.value}, a tensor {self._shape(tensor)} that was made "
+                        f"{self._used_in[key].value}"
+                    )
 
     def _check(self, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """What is given to an operation on pieces."""
@@ -164,6 +213,12 @@ class _Watch(TorchDispatchMode):
         )
 
     def _split(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._part is not _Part.BEFORE:
+            raise AcrossSequence(
+                "sequence_parallel: the first block with cut layers is called more than once, and cuts the sequence "
+                "each time: expected one call"
+            )
+        self._part = _Part.BETWEEN
         activations = [tensor for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
         self._pieces |= {storage_key(tensor) for tensor in activations[:1]}
 
@@ -176,5 +231,7 @@ class _Watch(TorchDispatchMode):
     def _leave(self, joins: bool, is_head: bool, module: nn.Module, args: Any, output: Any) -> None:
         self._entered.pop()
         self._num_whole -= joins
+        if is_head:
+            self._part = _Part.AFTER
         if joins and not is_head and not self._num_whole:
             self._pieces |= {storage_key(tensor) for tensor in tensors_in(output)}

@@ -18,6 +18,8 @@ from typing import Any
 
 from torch import nn
 
+from harness.parameters import has_hooks
+
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnParallel:
@@ -131,6 +133,17 @@ def check_ties(model: nn.Module, plan: ResolvedPlan) -> None:
                 f"tensor plan: {name} is tied to {ways[id(parameter)][0]}, which is cut, and has no role: expected the "
                 "plan to name both"
             )
+
+
+def check_hooks(model: nn.Module, plan: ResolvedPlan) -> None:
+    """ValueError where a parameter that is cut has a hook on its gradient, of which no rank has all."""
+    for name, role in plan.roles.items():
+        for kind, parameter in model.get_submodule(name).named_parameters(recurse=False):
+            if _way_of_cutting(role, kind) is not None and has_hooks(parameter):
+                raise ValueError(
+                    f"tensor plan: {name}.{kind} is cut, and has a hook on its gradient, of which no rank has all: "
+                    "expected hooks on uncut parameters only"
+                )
 
 
 def _way_of_cutting(role: Role, kind: str) -> tuple[int, int, int] | None:

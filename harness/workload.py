@@ -24,7 +24,7 @@ from harness.overlaps import kept_tensors, share_elements
 from harness.parameters import decay_matrices
 from harness.precision import PRECISIONS, Precision
 from harness.sequence_cuts import check_positions
-from harness.tensor_plan import TensorPlanner, check_divides, check_ties, resolve
+from harness.tensor_plan import TensorPlanner, check_divides, check_hooks, check_ties, resolve
 from harness.tensor_regions import check_regions
 
 OptimizerName = Literal["adamw", "sgd"]
@@ -331,6 +331,7 @@ class Workload:
             check_divides(model, plan, tensor_degree)
             check_ties(model, plan)
             if tensor_degree > 1:
+                check_hooks(model, plan)
                 inputs = self._samples(range(min(max(smallest, 1), 2)))[0]
                 check_regions(model, plan, inputs, cuts_sequence=cuts_sequence)
             if tensor_degree > 1 and cuts_sequence:

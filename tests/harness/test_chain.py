@@ -47,6 +47,48 @@ def borrowing() -> nn.Module:
     return nn.Sequential(layer, nn.Tanh(), Borrowing(layer))
 
 
+class Shifting(nn.Module):
+    """By a buffer that nobody writes."""
+
+    shift: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift
+
+
+class Keeping(nn.Module):
+    """Keeps what it is given for a later block."""
+
+    def __init__(self, kept: list[Tensor]) -> None:
+        super().__init__()
+        self.layer, self.kept = nn.Linear(3, 3), kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept[:] = [x]
+        output: Tensor = self.layer(x)
+        return output
+
+
+class Injecting(Keeping):
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x) + self.kept[0]
+        return output
+
+
+def injecting() -> nn.Module:
+    kept: list[Tensor] = []
+    return nn.Sequential(Keeping(kept), nn.Tanh(), Injecting(kept))
+
+
+def sharing_statistics() -> nn.Module:
+    norm = nn.BatchNorm1d(3)
+    return nn.Sequential(nn.Sequential(nn.Linear(3, 3), norm), nn.Tanh(), nn.Sequential(nn.Linear(3, 3), norm))
+
+
 def test_borders_are_the_shapes_that_cross_them() -> None:
     found = borders(workload(lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))), torch.zeros(4, 3))
     widths = [5, 5, 2]
@@ -70,12 +112,24 @@ def test_borders_are_the_shapes_that_cross_them() -> None:
             "pipeline: 1 changes in place what it is given, which a stage receives: use operations out of place there",
         ),
         (borrowing, "pipeline: 2 uses 0.weight, which is another block's"),
+        (injecting, "pipeline: 2 uses what 0 is given, past the blocks between them"),
+        (sharing_statistics, "pipeline: 2 writes the buffer 0.1.num_batches_tracked, which 0 uses: each stage would"),
     ],
 )
 def test_a_block_at_fault_is_named(model: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(NoChain, match=re.escape(message)) as raised:
         borders(workload(model), torch.zeros(4, 3))
     assert "\n" not in str(raised.value)
+
+
+def test_what_is_given_may_be_handed_on_and_buffers_may_be_shared_or_written() -> None:
+    def model() -> nn.Module:
+        made = nn.Sequential(nn.BatchNorm1d(3), Shifting(), Shifting(), nn.Identity(), nn.BatchNorm1d(3))
+        made[2].shift = made[1].shift
+        return made
+
+    assert len(borders(workload(model), torch.zeros(4, 3))) == 5
+    assert len(borders(workload(lambda: nn.Sequential(nn.Identity(), nn.Identity())), torch.zeros(4, 3))) == 2
 
 
 def test_every_parameter_belongs_to_a_block() -> None:

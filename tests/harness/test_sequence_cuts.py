@@ -123,6 +123,59 @@ def test_what_works_across_positions_is_refused_by_name(
         check(between, own)
 
 
+class NormedTwice(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(self.block(self.norm(self.embedding(tokens)))))
+        return logits
+
+
+class Scaled(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * self.norm.weight[0]
+
+
+class GatedFromBefore(Model):
+    """The gate is made while the sequence is whole: its gradient comes from pieces."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        gate = self.embedding.weight[0].sigmoid()
+        logits: Tensor = self.head(self.norm(self.block(self.embedding(tokens)) * gate))
+        return logits
+
+
+class ScaledFromBetween(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.block(self.embedding(tokens))
+        scale = self.norm.weight.exp().sum()
+        logits: Tensor = self.head(self.norm(x)) * scale
+        return logits
+
+
+class Repeating(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(self.block(self.block(self.embedding(tokens)))))
+        return logits
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (NormedTwice, "norm.weight is used before the sequence is cut, and where a rank has a piece of the sequence"),
+        (Scaled, "norm.weight is used where a rank has a piece of the sequence, and past the head, where it is whole"),
+        (GatedFromBefore, r"mul meets a tensor \(4\) made before the sequence is cut"),
+        (ScaledFromBetween, r"mul takes past the head, where it is whole again, a tensor \(\) that was made where"),
+        (Repeating, "the first block with cut layers is called more than once"),
+    ],
+)
+def test_gradients_that_would_be_summed_where_they_are_whole_or_not_where_they_are_summands(
+    model: type[Model], message: str
+) -> None:
+    with torch.device("meta"):
+        made = model(Block(lambda x: x, own=nn.Identity()))
+    with pytest.raises(AcrossSequence, match=message):
+        check_positions(made, resolve(made, PLAN), [made.block], torch.zeros(2, LENGTH, dtype=torch.int64))
+
+
 def workload(perceptron: type[nn.Module] = Perceptron, between: Callable[[Tensor], Tensor] = torch.tanh) -> Workload:
     tokens = torch.arange(8 * LENGTH).reshape(8, LENGTH) % VOCABULARY
     return Workload(

@@ -61,3 +61,21 @@ def test_a_tie_of_which_the_plan_names_one_module_is_refused_by_everyone(name: s
     reason = load(name).unsupported(half, Layout(tensor=2, data=2 if "hybrid" in name else 1), torch.device("cpu"), {})
     assert reason is not None
     assert reason.startswith(f"tensor plan: {left_out}.weight is tied to {role}.weight, which is cut, and has no role")
+
+
+def test_a_cut_parameter_with_a_hook_is_refused() -> None:
+    whole = models.load("gpt:size=tiny")
+
+    def hooked(name: str) -> str | None:
+        def model() -> nn.Module:
+            made = whole.model()
+            made.get_parameter(name).register_hook(lambda gradient: 3 * gradient)
+            return made
+
+        return replace(whole, model=model).fits_tensor_degree(2)
+
+    cut = next(
+        name for name, _ in whole.model_without_memory().named_parameters() if name.endswith("vocabulary.weight")
+    )
+    assert str(hooked(cut)).startswith(f"tensor plan: {cut} is cut, and has a hook on its gradient")
+    assert hooked(next(name for name, p in whole.model_without_memory().named_parameters() if "norm" in name)) is None

@@ -14,7 +14,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from harness.parameters import logical_parameters
+from harness.parameters import has_hooks, logical_parameters
 from harness.workload import Workload
 from impls.torch.parts.sharded_units import plan_units
 
@@ -25,7 +25,7 @@ def why_not(workload: Workload, blocks_per_group: int) -> str | None:
     for name, parameter in model.named_parameters():
         if reason := _why_not(parameter):
             return f"fully_shard {reason}: {name} has shape {tuple(parameter.shape)}, strides {parameter.stride()}"
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        if has_hooks(parameter):
             return f"fully_shard replaces parameters and loses their hooks: {name} has one"
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:

@@ -147,6 +147,16 @@ def changing_lengths(num_micro_batches: int = 4) -> Workload:
     return Uneven(**{name: getattr(made, name) for name in made.__dataclass_fields__})
 
 
+def statistics(num_micro_batches: int = 2) -> Workload:
+    """Buffers that each stage writes for itself."""
+
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH))
+
+    made = _workload(lambda: nn.Sequential(block(), nn.Tanh(), block(), nn.Linear(WIDTH, WIDTH)), num_micro_batches)
+    return replace(made, depends_on_chunks=True)
+
+
 def even(num_micro_batches: int = 8, num_blocks: int = 8, width: int = 512, length: int = 128) -> Workload:
     """Nothing but products, of which backward has two and forward one; their gradients are large enough to be put off.
     Two sequences in each micro-batch."""

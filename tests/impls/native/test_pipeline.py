@@ -47,6 +47,7 @@ def test_any_number_of_micro_batches(worlds: Worlds, options: dict[str, Any], nu
         ("more_in_training", 2, {"partition": "uniform"}),
         ("empty_stage", 3, {"partition": "uniform"}),
         ("frozen_start", 3, {"schedule": "gpipe", "partition": "uniform"}),
+        ("statistics", 2, {"partition": "uniform", "schedule": "zero_bubble"}),
         ("crossing_ties", 4, {"partition": "uniform"}),
         ("crossing_ties", 3, {"partition": "uniform", "schedule": "zero_bubble"}),
         ("changing_lengths", 3, {"partition": "uniform"}),

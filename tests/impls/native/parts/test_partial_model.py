@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from harness import models
+from harness.datasets import Tensors
 from harness.workload import Workload, in_precision
 from impls.native.parts.partial_model import build_partly
 
@@ -50,6 +51,29 @@ def test_frozen_and_oddly_laid_out_parameters_stay_so(tmp_path: Path) -> None:
             assert torch.equal(made, expected)
             assert (made.dtype, made.stride()) == (expected.dtype, expected.stride())
             assert made.requires_grad == expected.requires_grad
+
+
+def test_marks_on_parameters_stay_and_hooks_too(tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        made = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        made[0].weight.never_decays = True  # type: ignore[assignment]
+        return made
+
+    def hooked() -> nn.Module:
+        made = model()
+        made[0].weight.register_hook(lambda gradient: 3 * gradient)
+        return made
+
+    path = tmp_path / "weights.pt"
+    torch.save(model().state_dict(), path)
+    workload = Workload(name="own", model=model, dataset=Tensors(torch.zeros(1), torch.zeros(1)), weights=path)
+    partly = build_partly(workload, {"0.weight"}, CPU)
+    assert memory(partly) < memory(workload.build_model())
+    assert getattr(partly.get_parameter("0.weight"), "never_decays", False)
+    partly = build_partly(replace(workload, model=hooked), {"0.weight"}, CPU)
+    partly.get_parameter("0.weight").sum().backward()
+    assert partly.get_parameter("0.weight").grad is not None
+    assert torch.equal(partly.get_parameter("0.weight").grad, torch.full((3, 3), 3.0))
 
 
 def test_a_model_that_keeps_more_than_parameters_is_built_whole(tmp_path: Path) -> None:
