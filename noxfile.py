@@ -1,5 +1,5 @@
 """What a checkout can do: `nox -s smoke`, `nox -s tests`, `nox -s lint`, `nox -s peers`, `nox -s sharding`,
-`nox -s baselines`, `nox -s conformance`.
+`nox -s baselines`, `nox -s slurm`, `nox -s conformance`.
 
 All sessions share the virtual environment .venv, so torch is installed once; nox itself gives each session its own, so
 they run with `python=False` and name .venv's commands. It is installed again only when pyproject.toml or
@@ -9,6 +9,8 @@ constraints.txt has changed.
 from __future__ import annotations
 
 import hashlib
+import os
+import shutil
 import sys
 import tomllib
 from pathlib import Path
@@ -72,6 +74,21 @@ def baselines(session: nox.Session) -> None:
     install(session)
     install_peers(session)
     session.run(f"{COMMANDS}/pytest", "-m", "baselines", *session.posargs)
+
+
+@nox.session(python=False)
+def slurm(session: nox.Session) -> None:
+    """Ranks that torchrun's agents and a real Slurm of two nodes start, on this machine. Debian's packages are
+    installed where root may; without them those tests are skipped and say so."""
+    install(session)
+    apt = shutil.which("apt-get")
+    if apt and os.geteuid() == 0 and not shutil.which("slurmctld"):
+        session.run(apt, "update", "-qq", external=True, success_codes=[0, 100])
+        packages = ("slurmctld", "slurmd", "slurm-client", "munge")
+        session.run(
+            apt, "install", "-y", "-qq", "--no-install-recommends", *packages, external=True, success_codes=[0, 100]
+        )
+    session.run(f"{COMMANDS}/pytest", "-m", "cluster", *(session.posargs or ["tests/harness"]))
 
 
 @nox.session(python=False)

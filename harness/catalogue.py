@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from rich import box
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -28,8 +29,8 @@ def suites_table() -> Table:
     return table
 
 
-def implementations_table() -> Table:
-    """One row an implementation, available or not."""
+def implementations_table() -> RenderableType:
+    """One row an implementation, and below them why some cannot be used here."""
     table = _table(
         "implementations  (meshmark try NAME --data 2 --option K=V)",
         "name",
@@ -38,16 +39,21 @@ def implementations_table() -> Table:
         "here",
         "options and defaults",
     )
+    reasons: dict[str, list[str]] = {}
     for name in implementation.names():
         try:
             loaded = implementation.load(name)
             missing = loaded.unavailable()
         except Exception as error:  # whatever a third-party library raises while it is imported
-            table.add_row(name, "-", "-", _availability(f"{type(error).__name__}: {error}"), "-")
+            missing = f"{type(error).__name__}: {error}"
+            table.add_row(name, "-", "-", _availability(missing), "-")
         else:
-            degrees = ", ".join(support.axes(loaded))
+            degrees = ", ".join(support.axes(loaded)) or "-"
             table.add_row(name, loaded.strategy, degrees, _availability(missing), implementation_options(loaded))
-    return table
+        if missing is not None:
+            reasons.setdefault(" ".join(missing.split()), []).append(name)
+    notes = [Text(f" {', '.join(names)}: {reason}", style="yellow") for reason, names in reasons.items()]
+    return Group(table, *notes, Text(""))
 
 
 def refusals_table() -> Table:
@@ -112,7 +118,7 @@ def _word(value: Any) -> str:
 def _availability(missing: str | None) -> Text:
     if missing is None:
         return Text("available", style="green")
-    return Text(f"unavailable: {' '.join(missing.split())}", style="yellow")
+    return Text("unavailable", style="yellow")
 
 
 def _table(title: str, *headers: str) -> Table:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from harness.implementation import EvaluationOutput
 from harness.workload import Batch, MicroBatch
 
+_NEEDS_AUTOGRAD = "does not require grad"
+
 
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
@@ -26,6 +28,13 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
             for model in models:
                 model.eval()
             yield
+        except RuntimeError as error:
+            if _NEEDS_AUTOGRAD not in str(error):
+                raise
+            raise RuntimeError(
+                f"an evaluation runs without gradients: expected torch.enable_grad() around those that the model takes "
+                f"in its forward, got: {error}"
+            ) from error
         finally:
             for module, mode in zip(modules, modes, strict=True):
                 module.training = mode

@@ -36,6 +36,7 @@ Gradients = Mapping[str, Tensor]
 _CLOSED = 0.25
 """A cause leaves less than this fraction of the gap that it explains."""
 _MOST_NAMES = 4
+_USUAL_CLIP_NORM = 1.0  # what libraries clip at that are told nothing
 
 
 def explain(
@@ -338,6 +339,8 @@ def _recipes(workload: Workload, layout: Layout) -> Iterator[tuple[str, Workload
         yield "weight decay is applied to every parameter", replace(workload, decays=lambda name, parameter: True)
     if recipe.clip_norm is not None:
         yield f"gradients are not clipped ({recipe.clip_norm:g})", changed(clip_norm=None)
+    if recipe.clip_norm != _USUAL_CLIP_NORM:
+        yield f"gradients are clipped at {_USUAL_CLIP_NORM:g}", changed(clip_norm=_USUAL_CLIP_NORM)
     if recipe.optimizer == "sgd" and recipe.momentum:
         yield f"momentum ({recipe.momentum:g}) is missing", changed(momentum=0.0)
     if recipe.schedule != "constant" or recipe.warmup_steps:

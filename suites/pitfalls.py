@@ -13,6 +13,7 @@ from harness.layout import Layout
 
 _MEASUREMENT = Measurement(parity_steps=4, warm_up_steps=2, timed_steps=5, communication_steps=0, memory_steps=0)
 _EQUAL_COUNTS = "gpt:size=tiny,text=stdlib,global_batch_size=8"
+_CLIPPED_BY_DEFAULT = "gpt:size=tiny,text=stdlib,global_batch_size=8,optimizer=sgd"
 _UNEQUAL_COUNTS = "awkward:kind=unequal_tokens"
 
 
@@ -40,8 +41,11 @@ _SETTINGS = (
         workload=_EQUAL_COUNTS,
         options={"set_to_none": True, "reduce_buffer_size": 0},
     ),
+    # DeepSpeed clips at 1.0 unless it is told not to.
+    *_with_and_without("deepspeed.zero", _CLIPPED_BY_DEFAULT, clipping="default"),
     # A mean over ranks of means over tokens is the mean over all tokens only where counts are equal.
     *_with_and_without("fairscale.sharded_ddp", _UNEQUAL_COUNTS, loss_scaling="rank_mean"),
+    *_with_and_without("deepspeed.zero", _UNEQUAL_COUNTS, loss_scaling="rank_mean"),
 )
 
 suite = Suite(

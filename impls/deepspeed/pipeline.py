@@ -60,7 +60,7 @@ class DeepSpeedPipeline(Implementation):
         if not stage and precision.master is not None:
             return f"DeepSpeed's pipeline keeps masters in stage 1, got stage 0 in {precision.name}"
         return limits.why_not(workload, device, zero=stage > 0) or pipeline_stages.why_not(
-            workload, layout.pipeline, options.get("partition", "flops")
+            workload, layout.pipeline, options.get("partition", "flops"), zero=stage > 0
         )
 
     @classmethod

@@ -32,6 +32,8 @@ from impls.deepspeed.parts.whole_tensors import broadcast_buffers, whole_gradien
 LossScaling = Literal["global_tokens", "rank_mean"]
 """What a loss is divided by: the count of the whole global batch; or each rank's own, micro-batch by micro-batch, as
 models do that return a mean."""
+Clipping = Literal["recipe", "default"]
+"""By the norm of the recipe, or not at all; or as DeepSpeed does that is told nothing."""
 
 
 class DeepSpeedZero(Implementation):
@@ -40,7 +42,7 @@ class DeepSpeedZero(Implementation):
 
     DeepSpeed averages over ranks. Told the loss times their number over the global token count, it trains what one
     process does; `loss_scaling="rank_mean"` is the mean of the ranks' means instead, which parts from it where counts
-    are unequal.
+    are unequal. It clips at 1.0 unless it is told otherwise, which `clipping="default"` leaves it to.
     """
 
     libraries = ("deepspeed",)
@@ -79,13 +81,13 @@ class DeepSpeedZero(Implementation):
     def predicted_memory(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> Mapping[MemoryCategory, int] | None:
-        return zero_costs.memory_bytes(workload, parameters, layout, options)
+        return zero_costs.memory_bytes(zero_config.clipped(workload, options), parameters, layout, options)
 
     @classmethod
     def predicted_wire_bytes(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> int | None:
-        return zero_costs.wire_bytes(workload, parameters, layout, options)
+        return zero_costs.wire_bytes(zero_config.clipped(workload, options), parameters, layout, options)
 
     def __init__(
         self,
@@ -95,6 +97,7 @@ class DeepSpeedZero(Implementation):
         device: torch.device,
         *,
         stage: int = 1,
+        clipping: Clipping = "recipe",
         loss_scaling: LossScaling = "global_tokens",
         reduce_bucket_size: int | None = None,
         overlap_comm: bool | None = None,
@@ -121,6 +124,7 @@ class DeepSpeedZero(Implementation):
             "zero_hpz_partition_size": zero_hpz_partition_size,
             "offload_optimizer": offload_optimizer,
         }
+        workload = zero_config.clipped(workload, {"clipping": clipping})
         self.workload = workload
         self.device = device
         self.data_degree = layout.data

@@ -45,3 +45,12 @@ def test_modes_buffers_and_random_numbers_are_as_before() -> None:
     assert torch.equal(model.replaced, torch.zeros(2))
     assert torch.equal(torch.rand(3), right)
     assert torch.is_grad_enabled()
+
+
+def test_a_forward_that_takes_gradients_is_told_what_an_evaluation_expects() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    expected = r"without gradients: expected torch\.enable_grad\(\) around .*does not require grad"
+    with pytest.raises(RuntimeError, match=expected), evaluating(nn.Linear(1, 1)):
+        torch.autograd.grad(weight.sum(), weight)
+    with evaluating(nn.Linear(1, 1)), torch.enable_grad():
+        assert torch.autograd.grad(weight.sum(), weight)[0].tolist() == [1.0, 1.0]

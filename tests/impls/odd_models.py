@@ -65,9 +65,10 @@ class DifferentiatesTwice(_Model):
     """Its output is itself a gradient, as forces are."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        probe = inputs.detach().requires_grad_()
-        energy = self.last(torch.tanh(self.second(torch.tanh(self.first(probe))))).sum()
-        (force,) = torch.autograd.grad(energy, probe, create_graph=True)
+        with torch.enable_grad():  # also where it is evaluated
+            probe = inputs.detach().requires_grad_()
+            energy = self.last(torch.tanh(self.second(torch.tanh(self.first(probe))))).sum()
+            (force,) = torch.autograd.grad(energy, probe, create_graph=True)
         return force[:, :3]
 
 

@@ -38,7 +38,7 @@ def why_not_usable() -> str | None:
         # Not by its module, for which any folder of that name would pass.
         version = importlib.metadata.version("deepspeed")
     except importlib.metadata.PackageNotFoundError:
-        return 'DeepSpeed is not installed: pip install "meshmark[peers]"'
+        return f"deepspeed is not installed: pip install 'deepspeed=={'.'.join(map(str, SUPPORTED))}.*'"
     release = tuple(int(number) for number in re.findall(r"\d+", str(version))[:2])  # None of a half-removed one
     if release != SUPPORTED:
         return f"DeepSpeed {version} is installed, expected {'.'.join(map(str, SUPPORTED))}"

@@ -17,6 +17,7 @@ from harness.parameters import (
     LogicalParameter,
     MemoryCategory,
     all_reduce_wire_bytes,
+    logical_parameters,
     replicated_state_bytes,
 )
 from harness.stage_costs import stages_of
@@ -57,7 +58,7 @@ def plan(workload: Workload, num_stages: int, partition: Partition) -> StagePlan
     )
 
 
-def why_not(workload: Workload, num_stages: int, partition: Partition) -> str | None:
+def why_not(workload: Workload, num_stages: int, partition: Partition, *, zero: bool) -> str | None:
     """What stands in the way of the pipeline, or None."""
     if reason := chain.why_not(workload, num_stages):
         return reason
@@ -67,10 +68,27 @@ def why_not(workload: Workload, num_stages: int, partition: Partition) -> str | 
         return f"DeepSpeed's stages take micro-batches of one shape, got {' and '.join(map(str, planned.shapes))}"
     if len({tuple(ranks) for ranks in planned.tied.values()}) > 1:
         return f"a stage of DeepSpeed's shares parameters with the same stages, got {planned.tied}"
+    if reason := _unlike_groups(planned, workload, zero=zero):
+        return reason
     for border in planned.outputs[:-1]:
         for shape in border:
             if shape.dtype.is_floating_point and not shape.carries_gradient:
                 return f"DeepSpeed's stages send a gradient for every tensor of floats, {_told(shape)} has none"
+    return None
+
+
+def _unlike_groups(planned: StagePlan, workload: Workload, *, zero: bool) -> str | None:
+    """Each stage has an optimizer of its own; ZeRO's sums the norm decay group by decay group, all stages together."""
+    trained = [p for p in logical_parameters(workload.model_without_memory(), workload.decays) if p.trainable]
+    num_groups = [
+        len({parameter.decayed for parameter in trained if rank in planned.held_by.get(parameter.name, [])})
+        for rank in range(len(planned.stages))
+    ]
+    if 0 in num_groups:
+        return f"DeepSpeed needs a parameter to train on every stage, stage {num_groups.index(0)} holds none"
+    if zero and len(set(num_groups)) > 1:
+        told = ", ".join(map(str, num_groups))
+        return f"DeepSpeed's ZeRO in a pipeline hangs unless each stage has as many decay groups, got {told}"
     return None
 
 

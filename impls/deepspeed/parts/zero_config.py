@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from impls.deepspeed.parts import limits
 
 MOST_BUCKET_ELEMENTS = 500_000_000
 """DeepSpeed's own bucket. It is allocated whole, so that a smaller model is better served by one of its own size."""
+DEFAULT_CLIP_NORM = 1.0
 STAGES = (0, 1, 2, 3)
 _OF_STAGE_3 = (
     "stage3_param_persistence_threshold",
@@ -33,7 +35,7 @@ def zero_config(
     config: dict[str, Any] = {
         name: value
         for name, value in options.items()
-        if value is not None and name not in ("loss_scaling", "cpu_adam", "offload_optimizer")
+        if value is not None and name not in ("loss_scaling", "clipping", "cpu_adam", "offload_optimizer")
     }
     config |= {"stage": stage, "reduce_bucket_size": bucket_elements(parameters, options)}
     if options.get("offload_optimizer"):
@@ -41,6 +43,13 @@ def zero_config(
     if may_leave_out_norm(workload, options) and not workload.training.checks_norm:
         config["compute_grad_norm"] = False
     return config
+
+
+def clipped(workload: Workload, options: Mapping[str, Any]) -> Workload:
+    """The workload by whose recipe the engine clips: where it is told nothing, by its own default."""
+    if options.get("clipping", "recipe") == "recipe" or workload.training.clip_norm is not None:
+        return workload
+    return replace(workload, training=replace(workload.training, clip_norm=DEFAULT_CLIP_NORM))
 
 
 def bucket_elements(parameters: Sequence[LogicalParameter], options: Mapping[str, Any]) -> int:
@@ -90,6 +99,8 @@ def refused(options: Mapping[str, Any]) -> str | None:
             return f"{name} is an option of stages 1 and 2, got stage {stage}"
     if options.get("offload_optimizer") and not stage:
         return "offload_optimizer needs a stage of at least 1, got 0"
+    if options.get("clipping", "recipe") not in ("recipe", "default"):
+        return f"clipping must be recipe or default, got {options['clipping']!r}"
     if options.get("loss_scaling", "global_tokens") not in ("global_tokens", "rank_mean"):
         return f"loss_scaling must be global_tokens or rank_mean, got {options['loss_scaling']!r}"
     return None

@@ -36,7 +36,7 @@ def test_a_missing_library_says_how_to_install_it(folder: str, tmp_path: Path, m
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if not any(Path(entry).glob("deepspeed*"))])
     (tmp_path / folder).mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    assert library.why_not_usable.__wrapped__() == 'DeepSpeed is not installed: pip install "meshmark[peers]"'
+    assert library.why_not_usable.__wrapped__() == "deepspeed is not installed: pip install 'deepspeed==0.19.*'"
 
 
 def test_one_that_does_not_tell_its_release_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,13 @@ def test_a_tie_is_known_by_the_stages_that_hold_it() -> None:
         ("clipped", "fp32", Layout(pipeline=2), {}, "it needs stage=1"),
         ("sgd", "bf16", Layout(pipeline=2), {}, "masters in stage 1, got stage 0 in bf16"),
         ("uneven_samples", "fp32", Layout(pipeline=2), {}, "micro-batches of one shape, got (2, 8) and (3, 8)"),
+        (
+            "tied",
+            "fp32",
+            Layout(pipeline=4),
+            {"stage": 1, "partition": "uniform"},
+            "as many decay groups, got 1, 2, 2, 2",
+        ),
         ("gqa", "fp32", Layout(pipeline=8), {"stage": 1}, "8 stages need as many blocks"),
     ],
 )
