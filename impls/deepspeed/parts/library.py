@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import importlib.util
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from harness.workload import Training
+from impls.deepspeed.parts.build_locks import abandoned_lock
 
 SUPPORTED = (0, 19)
 """The release whose attributes and closed forms are known here: it has no interface for either."""
@@ -32,10 +34,12 @@ _COMPILE_SECONDS = 3600.0  # of a minute or two, on a machine that has nothing e
 @functools.cache
 def why_not_usable() -> str | None:
     """Why DeepSpeed cannot be imported here, or None; found out in a process of its own, once."""
-    if importlib.util.find_spec("deepspeed") is None:
+    try:
+        # Not by its module, for which any folder of that name would pass.
+        version = importlib.metadata.version("deepspeed")
+    except importlib.metadata.PackageNotFoundError:
         return f"deepspeed is not installed: pip install 'deepspeed=={'.'.join(map(str, SUPPORTED))}.*'"
-    version = importlib.metadata.version("deepspeed")
-    release = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    release = tuple(int(number) for number in re.findall(r"\d+", str(version))[:2])  # None of a half-removed one
     if release != SUPPORTED:
         return f"DeepSpeed {version} is installed, expected {'.'.join(map(str, SUPPORTED))}"
     reason = _first_error("import deepspeed", _IMPORT_SECONDS)
@@ -43,14 +47,23 @@ def why_not_usable() -> str | None:
 
 
 def compile_for_ranks(*, cpu_adam: bool = False) -> None:
-    """Has DeepSpeed compile what every rank of it loads on this machine, and its optimizer for CPUs where asked for."""
-    _compile_once("ShareMemCommBuilder", *(["CPUAdamBuilder"] if cpu_adam else []))
+    """Has DeepSpeed compile what every rank of it loads on this machine, and its optimizer for CPUs where asked for.
+    RuntimeError with the first line of what went wrong, or with the lock for which all of them would wait."""
+    builders = ("ShareMemCommBuilder", *(["CPUAdamBuilder"] if cpu_adam else []))
+    lock = abandoned_lock([_EXTENSIONS[builder] for builder in builders])
+    reason = f"nobody holds {lock} any more: remove it" if lock else _error_of_compiling(*builders)
+    if reason is not None:
+        raise RuntimeError(f"DeepSpeed cannot compile {', '.join(builders)}: {reason}")
+
+
+_EXTENSIONS = {"ShareMemCommBuilder": "deepspeed_shm_comm", "CPUAdamBuilder": "cpu_adam"}
+"""What torch calls that which they build."""
 
 
 @functools.cache
-def _compile_once(*builders: str) -> None:
-    """Has DeepSpeed compile its operators of these names, in a process of its own; torch keeps them in its directory of
-    extensions. RuntimeError with the first line of what went wrong."""
+def _error_of_compiling(*builders: str) -> str | None:
+    """Has DeepSpeed compile its operators of these names, once, in a process of its own; torch keeps them in its
+    directory of extensions. What went wrong, or None."""
     program = (
         "from deepspeed.accelerator import get_accelerator\n"
         f"for name in {builders!r}:\n"
@@ -58,9 +71,7 @@ def _compile_once(*builders: str) -> None:
         "    assert builder is not None, f'no operator {name} for this device'\n"
         "    builder.load(verbose=False)\n"
     )
-    reason = _first_error(program, _COMPILE_SECONDS)
-    if reason is not None:
-        raise RuntimeError(f"DeepSpeed cannot compile {', '.join(builders)}: {reason}")
+    return _first_error(program, _COMPILE_SECONDS)
 
 
 def cpu_adam(training: Training, groups: list[dict[str, object]]) -> Optimizer:
@@ -150,20 +161,38 @@ def _environment(device_type: str) -> dict[str, str]:
 
 
 def _first_error(program: str, timeout_seconds: float) -> str | None:
-    """What is wrong with a Python program: the last line of its traceback, or None."""
+    """What is wrong with a Python program, in one line, or None. It tells that itself: what is last on its standard
+    error may be anybody's."""
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        subprocess.run(
-            [sys.executable, "-c", program],
+        done = subprocess.run(
+            [sys.executable, "-c", _TELLING.format(program=textwrap.indent(program, "    "), told=_TOLD)],
             env={**os.environ, **_environment(device_type)},
             capture_output=True,
             text=True,
             timeout=timeout_seconds,
-            check=True,
+            check=False,
         )
-    except subprocess.CalledProcessError as error:
-        lines = [line for line in error.stderr.splitlines() if line.strip()]
-        return lines[-1].strip() if lines else f"it ended with exit code {error.returncode}"
     except subprocess.TimeoutExpired:
         return f"it took more than {timeout_seconds:g} seconds"
-    return None
+    told = [line.removeprefix(_TOLD) for line in done.stdout.splitlines() if line.startswith(_TOLD)]
+    if told:
+        return _one_line(json.loads(told[-1]))
+    return f"it ended with exit code {done.returncode}" if done.returncode else None
+
+
+_TOLD = "error: "
+_TELLING = """
+try:
+{program}
+except BaseException as error:
+    import json
+    print("\\n{told}" + json.dumps(f"{{type(error).__name__}}: {{error}}"), flush=True)
+    raise
+"""
+
+
+def _one_line(message: str) -> str:
+    """The first line; of a compiler's output, which begins with its command, the first that tells an error."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return next((line for line in lines[1:] if re.search(r"error: |not found", line)), lines[0])

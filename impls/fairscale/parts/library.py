@@ -39,7 +39,7 @@ def why_unavailable() -> str | None:
         with _silenced():
             for name in MODULES:
                 importlib.import_module(f"fairscale.{name}")
-    except Exception as error:  # whatever breaks it on this torch
+    except (Exception, SystemExit) as error:  # whatever breaks it on this torch
         return f"fairscale {version} cannot be imported: {type(error).__name__}: {error}".splitlines()[0]
     return None
 

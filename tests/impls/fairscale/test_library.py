@@ -59,6 +59,7 @@ def test_says_that_it_is_missing() -> None:
             "print('welcome')\nraise AttributeError('no _six in torch\\nand more')",
             "fairscale 0.4.13 cannot be imported: AttributeError: no _six in torch",
         ),
+        ("0.4.13", "raise SystemExit('no GPU')", "fairscale 0.4.13 cannot be imported: SystemExit: no GPU"),
     ],
 )
 def test_says_in_one_line_what_is_wrong_with_it(
