@@ -39,9 +39,11 @@ def why_not_usable() -> str | None:
         version = importlib.metadata.version("deepspeed")
     except importlib.metadata.PackageNotFoundError:
         return f"deepspeed is not installed: pip install 'deepspeed=={'.'.join(map(str, SUPPORTED))}.*'"
-    release = tuple(int(number) for number in re.findall(r"\d+", str(version))[:2])  # None of a half-removed one
+    except KeyError:
+        version = None  # half removed; the importlib_metadata of another package, where there is one, raises this
+    release = tuple(int(number) for number in re.findall(r"\d+", str(version))[:2])
     if release != SUPPORTED:
-        return f"DeepSpeed {version} is installed, expected {'.'.join(map(str, SUPPORTED))}"
+        return f"DeepSpeed {version or 'unknown'} is installed, expected {'.'.join(map(str, SUPPORTED))}"
     reason = _first_error("import deepspeed", _IMPORT_SECONDS)
     return None if reason is None else f"DeepSpeed {version} with torch {torch.__version__}: {reason}"
 

@@ -33,8 +33,10 @@ def why_unavailable() -> str | None:
         version = importlib.metadata.version("fairscale")
     except importlib.metadata.PackageNotFoundError:
         return f"fairscale is not installed: pip install fairscale=={SUPPORTED}"
+    except KeyError:  # half removed; the importlib_metadata of another package, where there is one, raises this
+        version = None
     if version != SUPPORTED:
-        return f"fairscale {SUPPORTED} is expected, {version} is installed"
+        return f"fairscale {SUPPORTED} is expected, {version or 'unknown'} is installed"
     try:
         with _silenced():
             for name in MODULES:
