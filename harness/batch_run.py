@@ -39,7 +39,10 @@ def execute(suite: Suite, job: submit.Job, *, as_json: bool, upload: bool) -> in
         return suite_run.INTERRUPTED
     if not (job.directory / RESULTS_FILE).is_file():
         output = job.directory / submit.OUTPUT_FILE
-        print(f"meshmark: job {number} ended as {ended.name} without a result; its output: {output}", file=sys.stderr)
+        print(
+            f"meshmark: job {number} ended as {ended.name}{_because(ended)} without a result; its output: {output}",
+            file=sys.stderr,
+        )
         return 1
     results = read(job.directory)
     code = suite_run.show_and_record(results, job.directory, as_json=as_json, upload=upload)

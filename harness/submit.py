@@ -31,6 +31,17 @@ _ENDED = frozenset(
         *("TIMEOUT", "GONE"),
     }
 )
+_NEVER = frozenset(
+    {
+        "AccountNotAllowed",
+        "BadConstraints",
+        "PartitionConfig",
+        "PartitionNodeLimit",
+        "PartitionTimeLimit",
+        "QOSNotAllowed",
+    }
+)
+"""Reasons to wait that no time removes; a cluster that does not enforce its limits takes such a job in."""
 _WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT"})
 
 
@@ -143,6 +154,9 @@ def follow(job: Job, number: str, on_state: Callable[[State], None], on_result: 
             on_result(result)
         if now.has_ended:
             return now
+        if now.is_waiting and now.reason in _NEVER:
+            cancel(number)
+            return State(name="CANCELLED", reason=f"{now.reason}: it can never start")
         if started is None and not now.is_waiting:
             started = time.monotonic()
         if started is not None and time.monotonic() - started > job.limit_seconds + _GRACE_SECONDS:
