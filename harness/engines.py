@@ -91,12 +91,13 @@ class Torchrun:
         self._within_slurm = within_slurm
 
     def placed(self, case: Case) -> Case:
-        """Node after node; a case that names its own topology keeps it where its nodes are no larger than ours."""
-        wanted = case.topology
-        if wanted is None:
-            here = min(self._ranks_per_node, case.world_size)
-            return replace(case, topology=Topology.of(case.world_size, -(-case.world_size // here)))
-        return case
+        """On the fewest nodes that share its ranks evenly; a case that names its own topology keeps it."""
+        if case.topology is not None:
+            return case
+        size = case.world_size
+        fewest = -(-size // self._ranks_per_node)
+        num_nodes = next(number for number in range(fewest, size + 1) if size % number == 0)
+        return replace(case, topology=Topology.of(size, num_nodes))
 
     def unavailable(self, case: Case) -> str | None:
         topology = case.placed

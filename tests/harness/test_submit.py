@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from harness import cli, submit
-from harness.case import Case, Measurement, Suite
+from harness.case import Case, Suite
+from harness.engines import Torchrun
 from harness.layout import Layout
 from harness.submit import Job, State, limit_seconds, script
 from tests.harness.slurm_cluster import slurm  # noqa: F401  a fixture
@@ -179,9 +180,7 @@ def test_a_job_that_can_never_start_is_cancelled_with_slurm_s_reason(tmp_path: P
     assert "ended as CANCELLED (PartitionConfig: it can never start) without a result" in done.stderr
 
 
-def test_cases_fill_node_after_node() -> None:
-    from harness.engines import Torchrun
-
-    engine = Torchrun(2, within_slurm=False)
-    case = Case(workload="gpt", implementation="native.ddp", layout=Layout(data=4), measurement=Measurement())
-    assert str(engine.placed(case).placed) == "2x2"
+@pytest.mark.parametrize(("size", "where"), [(1, "1x1"), (2, "1x2"), (3, "3x1"), (4, "2x2"), (6, "3x2")])
+def test_a_case_takes_the_fewest_nodes_that_share_its_ranks_evenly(size: int, where: str) -> None:
+    case = Case(workload="gpt", implementation="native.ddp", layout=Layout(data=size))
+    assert str(Torchrun(2, within_slurm=False).placed(case).placed) == where
