@@ -88,11 +88,17 @@ def tie_to_server() -> None:
     rank that hangs outlives a parent that was killed."""
     # The server lives on while anyone holds this end of its pipe: the ranks must not keep alive what they depend on.
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    end_with_parent()
     parent = multiprocessing.parent_process()
     if parent is None or not parent.is_alive():
         os._exit(1)
+
+
+def end_with_parent() -> None:
+    """From now on the system kills this process when the one that started it has ended; only Linux can promise that.
+    Who calls it finds out by himself whether that one is there still."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 @contextlib.contextmanager

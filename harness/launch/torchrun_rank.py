@@ -3,7 +3,6 @@ harness.launch.torchrun_rank ADDRESS`, with the key to it in the environment."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -12,9 +11,8 @@ import threading
 from multiprocessing.connection import Client, Connection
 
 from harness import worker
+from harness.launch.fork_server import end_with_parent
 from harness.launch.torchrun import KEY_VARIABLE, Hello
-
-_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def main(address: str) -> None:
@@ -57,12 +55,11 @@ def _listen(control: Connection) -> None:
 
 
 def _end_with_agent() -> None:
-    """An agent that is killed would leave its workers training; only Linux can promise that they end with it."""
-    if sys.platform == "linux":
-        parent = os.getppid()
-        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
+    """An agent that is killed would leave its workers training."""
+    parent = os.getppid()
+    end_with_parent()
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 if __name__ == "__main__":
