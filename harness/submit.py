@@ -24,6 +24,7 @@ _LAUNCHES_OF_A_CASE = 2
 _BESIDE_CASES_SECONDS = 300  # references, and the job's own start
 _GRACE_SECONDS = 120.0  # that Slurm itself takes to end a job at its limit
 _POLL_SECONDS = 2.0
+_SILENCE_SECONDS = 300.0  # without an answer about a job, after which it is given up
 _COMMAND_SECONDS = 60.0
 _ENDED = frozenset(
     {
@@ -145,8 +146,15 @@ def follow(job: Job, number: str, on_state: Callable[[State], None], on_result: 
     seen: set[str] = set()
     last: State | None = None
     started: float | None = None
+    heard = time.monotonic()
     while True:
-        now = state(number)
+        try:
+            now, heard = state(number), time.monotonic()
+        except ValueError as error:  # a controller that is restarted says nothing for a while, and the job goes on
+            if time.monotonic() - heard > _SILENCE_SECONDS:
+                return State(name="GONE", reason=str(error))
+            time.sleep(_POLL_SECONDS)
+            continue
         if last is None or (now.name, now.reason) != (last.name, last.reason):
             on_state(now)
         last = now

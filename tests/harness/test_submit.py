@@ -184,3 +184,24 @@ def test_a_job_that_can_never_start_is_cancelled_with_slurm_s_reason(tmp_path: P
 def test_a_case_takes_the_fewest_nodes_that_share_its_ranks_evenly(size: int, where: str) -> None:
     case = Case(workload="gpt", implementation="native.ddp", layout=Layout(data=size))
     assert str(Torchrun(2, within_slurm=False).placed(case).placed) == where
+
+
+@pytest.mark.parametrize(("silence_seconds", "name"), [(60.0, "COMPLETED"), (0.0, "GONE")])
+def test_a_controller_that_is_silent_for_a_while_loses_no_job(
+    silence_seconds: float, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([State(name="RUNNING"), ValueError("scontrol: no route"), State(name="COMPLETED", exit_code=0)])
+
+    def answer(_number: str) -> State:
+        found = next(answers)
+        if isinstance(found, ValueError):
+            raise found
+        return found
+
+    monkeypatch.setattr(submit, "state", answer)
+    monkeypatch.setattr(submit, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(submit, "_SILENCE_SECONDS", silence_seconds)
+    states: list[str] = []
+    ended = submit.follow(job(tmp_path), "7", lambda state: states.append(state.name), lambda _result: None)
+    assert ended.name == name
+    assert states[0] == "RUNNING"
