@@ -1,0 +1,1 @@
+"""The commands of `meshmark`, by what people come for; harness/cli.py puts them together."""
