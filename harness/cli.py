@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import typer
 
-from harness.commands import gate, looking, training
+from harness.commands import comparing, gate, looking, training
 from harness.commands.arguments import BAD_INPUT, one_line
 
 INTERRUPTED = 130
@@ -33,7 +33,7 @@ app.command("try")(training.try_one)
 app.command("list")(looking.list_all)
 app.command()(looking.inspect)
 app.command()(looking.report)
-app.command()(looking.compare)
+app.command()(comparing.compare)
 app.command()(gate.check)
 app.command()(gate.accept)
 app.command()(looking.upload)

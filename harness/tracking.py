@@ -20,7 +20,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +83,6 @@ def upload(directory: Path, *, tracking_uri: str | None = None) -> UploadReport:
     """Bring MLflow up to date with the results in `directory`. ValueError if there are no results to read; whatever
     else goes wrong is told in the report."""
     results = read(directory)
-    uri = store_uri(tracking_uri)
     suites = suite_runs(results, directory)
     latest = next(reversed(suites), None)
     records: list[Callable[[], RunRecord]] = [
@@ -93,11 +92,28 @@ def upload(directory: Path, *, tracking_uri: str | None = None) -> UploadReport:
             for name, group in suites.items()
         ),
     ]
+    hint = f"Nothing is lost: `meshmark upload {directory}` sends them later"
+    return _send_all(records, store_uri(tracking_uri), directory / RESULTS_FILE, hint)
+
+
+def send(records: Sequence[RunRecord], *, kept: Path, tracking_uri: str | None = None) -> UploadReport:
+    """Bring MLflow up to date with records of another kind: comparisons, micro-benchmarks. Whatever goes wrong is told
+    in the report. `kept` is the file that holds the same; writers of this machine take turns at it."""
+    made = [functools.partial(_itself, record) for record in records]
+    return _send_all(made, store_uri(tracking_uri), kept, f"All of it is in {kept}")
+
+
+def _itself(record: RunRecord) -> RunRecord:
+    return record
+
+
+def _send_all(records: Sequence[Callable[[], RunRecord]], uri: str, file: Path, hint: str) -> UploadReport:
+    """`hint` says what to do about those that failed."""
     experiments: dict[str, str] = {}  # name -> id
     problems: list[str] = []
     uploaded = already_there = 0
     database = _sqlite_file(uri)
-    lock = (directory / RESULTS_FILE) if database is None else database.with_name(f"{database.name}.lock")
+    lock = file if database is None else database.with_name(f"{database.name}.lock")
     try:
         # One writer: nobody else searches and creates the same runs, or the database, in between.
         with _locked(lock), _client(uri) as client:
@@ -119,7 +135,7 @@ def upload(directory: Path, *, tracking_uri: str | None = None) -> UploadReport:
     failed = len(records) - uploaded - already_there
     message = f"MLflow at {_shown(uri)}: {uploaded} runs uploaded, {already_there} already there"
     if failed:
-        message += f", {failed} failed: {problems[0]}. Nothing is lost: `meshmark upload {directory}` sends them later"
+        message += f", {failed} failed: {problems[0]}. {hint}"
     return UploadReport(
         experiments=tuple(experiments),
         uploaded=uploaded,

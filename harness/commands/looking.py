@@ -1,8 +1,7 @@
-"""Commands that show what there is and what was measured: list, inspect, report, compare, upload."""
+"""Commands that show what there is and what was measured: list, inspect, report, upload."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -99,30 +98,6 @@ def report(
     else:
         console = suite_run.console_here()
         console.print(reports.text(found, ratios, directory, console.width))
-
-
-def compare(
-    results: Annotated[
-        Path,
-        typer.Argument(metavar="RESULTS", help="A results directory, or the results.jsonl in it.", show_default=False),
-    ],
-    *,
-    out: Annotated[
-        Path | None, typer.Option(metavar="PAGE.md", help="Where to write the page. Default: standard output.")
-    ] = None,
-) -> None:
-    """Make a page that compares the strategies of a run: memory, bytes, latencies, time and lines, side by side.
-
-    [bold]meshmark compare results/sharding-20300101-120000 --out sharding.md[/]
-    """
-    from harness import comparison, comparison_page
-
-    with bad_input():
-        found = comparison.read_run(results)
-        page = comparison_page.page(found, results)
-        if out is not None:
-            out.write_text(page, encoding="utf-8")
-    print(page if out is None else f"{out}: {len(found)} cases", end="" if out is None else "\n")
 
 
 def upload(
