@@ -1,5 +1,6 @@
 """What a checkout can do: `nox -s smoke`, `nox -s tests`, `nox -s lint`, `nox -s peers`, `nox -s sharding`,
-`nox -s baselines`, `nox -s slurm`, `nox -s conformance`.
+`nox -s baselines`, `nox -s slurm`, `nox -s conformance`, `nox -s micro`, `nox -s paired`, `nox -s change_points`,
+`nox -s server`.
 
 All sessions share the virtual environment .venv, so torch is installed once; nox itself gives each session its own, so
 they run with `python=False` and name .venv's commands. It is installed again only when pyproject.toml or
@@ -26,6 +27,8 @@ EXTRAS = ("hf", "lint", "test")
 # Each process begins with its own half of the tests, in order, so that neighbours share their worlds of ranks; whoever
 # is done first helps the other. One alone leaves processors idle: it waits for processes to start and for deadlines.
 SIDE_BY_SIDE = ("--numprocesses", "2", "--dist", "worksteal")
+BENCHMARKS = Path(".benchmarks")
+LATEST_BENCHMARKS = BENCHMARKS / "latest.json"
 INSTALLED_FROM = ("pyproject.toml", "constraints.txt")
 
 
@@ -89,6 +92,34 @@ def slurm(session: nox.Session) -> None:
             apt, "install", "-y", "-qq", "--no-install-recommends", *packages, external=True, success_codes=[0, 100]
         )
     session.run(f"{COMMANDS}/pytest", "-m", "cluster", *(session.posargs or ["tests/harness"]))
+
+
+@nox.session(python=False)
+def micro(session: nox.Session) -> None:
+    """Micro-benchmarks of single mechanisms, beside what this machine has saved before, and into MLflow. Arguments go to
+    pytest: nox -s micro -- -k all_reduce."""
+    install(session)
+    saved = any(BENCHMARKS.glob("*/*.json"))
+    session.run(
+        f"{COMMANDS}/pytest",
+        "suites/micro",
+        f"--benchmark-storage={BENCHMARKS}",
+        "--benchmark-autosave",
+        f"--benchmark-json={LATEST_BENCHMARKS}",
+        "--benchmark-columns=median,iqr,min,rounds",
+        "--benchmark-sort=name",
+        *(["--benchmark-compare"] if saved else []),
+        *session.posargs,
+    )
+    session.run(f"{COMMANDS}/meshmark", "upload", str(LATEST_BENCHMARKS))
+
+
+@nox.session(python=False)
+def paired(session: nox.Session) -> None:
+    """Two revisions of this project timed in turns: a slowdown of 15 % that must be found, and none where there is none.
+    Minutes, on a quiet machine. Arguments go to pytest."""
+    install(session)
+    session.run(f"{COMMANDS}/pytest", "-m", "paired", "-s", *(session.posargs or ["tests/harness/paired"]))
 
 
 @nox.session(python=False)

@@ -20,6 +20,14 @@ def check(
     ] = "table",
     accepted: AcceptedOption = Path("accepted"),
     no_upload: Annotated[bool, typer.Option("--no-upload", help="Leave the verdicts out of MLflow.")] = False,
+    confirm: Annotated[
+        bool,
+        typer.Option(
+            "--confirm",
+            help="Time what is regressed or suspect in turns, on the last commit before and on tonight's, and let that "
+            "decide; some minutes a case.",
+        ),
+    ] = False,
     self_test: Annotated[
         bool,
         typer.Option("--self-test", help="Simulate nights instead: how often the gate errs, how soon it finds."),
@@ -30,6 +38,8 @@ def check(
     [bold]meshmark check[/]                                           the latest suite run in MLflow
 
     [bold]meshmark check --results results/smoke-20300101-120000[/]   that run, whether it was uploaded or not
+
+    [bold]meshmark check --confirm[/]                                 and time what looks slower on both commits
 
     [bold]meshmark check --format markdown > comment.md[/]            for a comment under a change
     """
@@ -44,6 +54,12 @@ def check(
         raise typer.Exit(1 if tested.failures else 0)
     with bad_input():
         judged = gate.judged(suite_run=suite_run, results=results, accepted_directory=accepted)
+    if confirm:
+        from harness.paired import paired_run
+        from harness.regression.confirmation import confirm as confirmed
+
+        with bad_input(), paired_run.telling() as tell:
+            judged = confirmed(judged, gate.cases_at_hand(judged, results), Path.cwd(), tell=tell)
     if format == "json":
         print(json.dumps(check_report.to_json(judged), indent=1, allow_nan=False))
     elif format == "markdown":

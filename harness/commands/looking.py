@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -101,7 +102,12 @@ def report(
 
 
 def upload(
-    directory: DirectoryArgument,
+    measured: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR", help="A results directory, or a session of micro-benchmarks (.json).", show_default=False
+        ),
+    ],
     tracking_uri: Annotated[
         str | None,
         typer.Option(
@@ -111,15 +117,23 @@ def upload(
         ),
     ] = None,
 ) -> None:
-    """Fill MLflow from a results directory; doing it twice changes nothing.
+    """Fill MLflow from a results directory, or from a session of micro-benchmarks; doing it twice changes nothing.
 
     [bold]meshmark upload results/smoke-20300101-120000 --tracking-uri http://mlflow.example:5000[/]
+
+    [bold]meshmark upload .benchmarks/latest.json[/]   what `nox -s micro` measured
     """
-    from harness import tracking
+    from harness import micro_record, tracking
     from harness.result import read
 
     with bad_input():
-        read(directory)  # a missing or broken directory is said before MLflow is imported
-    done = tracking.upload(directory, tracking_uri=tracking_uri)
+        # What is missing or broken is said before MLflow is imported.
+        session = micro_record.read(measured) if micro_record.is_session(measured) else None
+        if session is None:
+            read(measured)
+    if session is not None:
+        done = tracking.send([session], kept=measured, tracking_uri=tracking_uri)
+    else:
+        done = tracking.upload(measured, tracking_uri=tracking_uri)
     print(done.message)
     raise typer.Exit(1 if done.failed else 0)

@@ -69,8 +69,8 @@ class Environment:
 
 
 def requirements_of(source: Path) -> tuple[str, ...]:
-    """What the revision checked out at `source` needs to run, sorted: its dependencies and their constraints. ValueError
-    if its pyproject.toml does not say."""
+    """What the revision checked out at `source` needs to run, sorted: its dependencies and their constraints.
+    ValueError if its pyproject.toml does not say."""
     path = source / "pyproject.toml"
     try:
         dependencies = tomllib.loads(path.read_text(encoding="utf-8"))["project"]["dependencies"]

@@ -25,8 +25,8 @@ _END_SECONDS = 15.0
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """One run of a case: `seconds` is its median step, `steps` are those of each rank; None where it has not ended well,
-    and `reason` says why."""
+    """One run of a case: `seconds` is its median step, `steps` are those of each rank; None where it has not ended
+    well, and `reason` says why."""
 
     status: str
     reason: str = ""

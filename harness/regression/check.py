@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from harness.regression.accepted_values import Accepted, Place
 from harness.regression.exact_figures import exact_findings, exact_values
 from harness.regression.history import STEP_SECONDS, CaseRun, nights_of
 from harness.regression.time_history import MIN_NIGHTS, TimeChange, last_night
-from harness.regression.verdicts import MOVED, RED, Finding, Verdict, worst
+from harness.regression.verdicts import MOVED, NOMINATED, RED, Finding, Verdict, worst
 
 _REGRESSIONS_OF_A_MACHINE = 3  # fewer may well be the code's
 
@@ -55,13 +55,17 @@ def check(tonight: Sequence[CaseRun], history: Sequence[CaseRun], accepted: Acce
     """Judges the cases of one suite run. `history` may hold any runs; those that can be compared are picked out."""
     assert tonight, "a suite run has cases"
     cases = [_case_verdict(run, nights_of(run, history), accepted) for run in tonight]
-    order = get_args(Verdict)
     return Check(
         suite=tonight[0].suite,
         suite_run=tonight[0].suite_run,
-        cases=tuple(sorted(cases, key=lambda case: order.index(case.verdict))),
+        cases=worst_first(cases),
         notes=tuple(_notes(cases, history, accepted)),
     )
+
+
+def worst_first(cases: Sequence[CaseVerdict]) -> tuple[CaseVerdict, ...]:
+    order = get_args(Verdict)
+    return tuple(sorted(cases, key=lambda case: order.index(case.verdict)))
 
 
 def place_of(run: CaseRun) -> Place:
@@ -105,19 +109,23 @@ def _time_change(run: CaseRun, nights: Sequence[CaseRun], change: TimeChange, si
     """What has moved, since when, and what changed with it."""
     words = "slower" if change.shift > 0 else "faster"
     first = nights[since]
-    commits = f", commit {nights[since - 1].commit[:8] or '-'} -> {first.commit[:8] or '-'}"
-    text = f"step time: {abs(change.shift):.1%} {words} since {first.suite_run}{commits}"
+    between = f", commit {nights[since - 1].commit[:8] or '-'} -> {first.commit[:8] or '-'}"
+    text = f"step time: {abs(change.shift):.1%} {words} since {first.suite_run}{between}"
     verdict = change.verdict
+    before_and_now = (nights[since - 1].commit, run.commit)
+    commits = before_and_now if all(before_and_now) and len(set(before_and_now)) == 2 else None
     changes = environment_changes(nights, since)
     if changes and verdict in MOVED:
         shift = ", ".join(f"{name} {before} -> {after}" for name, (before, after) in changes.items())
         family = run.implementation.partition(".")[0]
         if verdict == "regressed" and family in changes:
             before, after = changes[family]
+            commits = None
             text = f"{family} {after} is slower than {family} {before}; {text}; environment shift: {shift}"
         else:
             verdict, text = "environment shift", f"environment shift: {shift}; {text}"
-    return _time(verdict, text, change.shift, first.suite_run)
+    finding = _time(verdict, text, change.shift, first.suite_run)
+    return replace(finding, commits=commits) if verdict in NOMINATED else finding
 
 
 def _time(verdict: Verdict, text: str, shift: float | None = None, since: str | None = None) -> Finding:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from harness import result, tracking
+from harness import result, suites, tracking
+from harness.case import Case
 from harness.regression import accepted_values, history
 from harness.regression.acceptance import accept
 from harness.regression.check import CaseVerdict, Check, check
@@ -40,6 +41,17 @@ def judged(
         if not tonight:
             raise ValueError(f"suite run {name}: expected its cases in the store, found none; `meshmark upload` it")
     return check(tonight, stored, _accepted(tonight[0].suite, accepted_directory))
+
+
+def cases_at_hand(checked: Check, results: Path | None) -> dict[str, Case]:
+    """The cases of the suite run that can be run again, by their ids: as the results directory tells them, else as the
+    suite of that name here has them."""
+    if results is not None:
+        return {found.case.id: found.case for found in result.read(results)}
+    try:
+        return {case.id: case for case in suites.load(checked.suite).cases}
+    except ValueError:
+        return {}
 
 
 def record_verdicts(checked: Check, *, tracking_uri: str | None = None) -> None:

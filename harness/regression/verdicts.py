@@ -15,17 +15,21 @@ that is not ours to judge; `failed` had a result before it could be judged at al
 RED: frozenset[str] = frozenset({"parity failed", "failed", "regressed"})
 MOVED: frozenset[str] = frozenset({"regressed", "environment shift", "improved"})  # what `meshmark accept` is for
 
+NOMINATED: frozenset[str] = frozenset({"regressed", "suspect"})  # what two revisions in turns can confirm
+
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     """What one figure of a case says, in one sentence. `figure` is a metric's name, or `status`; `shift` is relative
-    (0.05 is 5 % more than the baseline or the accepted value), `since` the suite run that was the first to show it."""
+    (0.05 is 5 % more than the baseline or the accepted value), `since` the suite run that was the first to show it.
+    `commits`: the last one before and tonight's, where the code between them may be why."""
 
     figure: str
     verdict: Verdict
     text: str
     shift: float | None = None
     since: str | None = None
+    commits: tuple[str, str] | None = None
 
 
 def worst(findings: Iterable[Finding]) -> Verdict:

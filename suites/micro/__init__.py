@@ -1,0 +1,1 @@
+"""Micro-benchmarks: one mechanism each, apart from any training; `nox -s micro`."""
