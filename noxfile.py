@@ -96,8 +96,8 @@ def slurm(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def micro(session: nox.Session) -> None:
-    """Micro-benchmarks of single mechanisms, beside what this machine has saved before, and into MLflow. Arguments go to
-    pytest: nox -s micro -- -k all_reduce."""
+    """Micro-benchmarks of single mechanisms, beside what this machine has saved before, and into MLflow. Arguments go
+    to pytest: nox -s micro -- -k all_reduce."""
     install(session)
     saved = any(BENCHMARKS.glob("*/*.json"))
     session.run(
@@ -116,8 +116,8 @@ def micro(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def paired(session: nox.Session) -> None:
-    """Two revisions of this project timed in turns: a slowdown of 15 % that must be found, and none where there is none.
-    Minutes, on a quiet machine. Arguments go to pytest."""
+    """Two revisions of this project timed in turns: a slowdown of 15 % that must be found, and none where there is
+    none. Minutes, on a quiet machine. Arguments go to pytest."""
     install(session)
     session.run(f"{COMMANDS}/pytest", "-m", "paired", "-s", *(session.posargs or ["tests/harness/paired"]))
 
