@@ -27,6 +27,7 @@ EXTRAS = ("hf", "lint", "test")
 # Each process begins with its own half of the tests, in order, so that neighbours share their worlds of ranks; whoever
 # is done first helps the other. One alone leaves processors idle: it waits for processes to start and for deadlines.
 SIDE_BY_SIDE = ("--numprocesses", "2", "--dist", "worksteal")
+OTAVA = Path(".nox/otava")
 BENCHMARKS = Path(".benchmarks")
 LATEST_BENCHMARKS = BENCHMARKS / "latest.json"
 INSTALLED_FROM = ("pyproject.toml", "constraints.txt")
@@ -84,13 +85,7 @@ def slurm(session: nox.Session) -> None:
     """Ranks that torchrun's agents and a real Slurm of two nodes start, on this machine. Debian's packages are
     installed where root may; without them those tests are skipped and say so."""
     install(session)
-    apt = shutil.which("apt-get")
-    if apt and os.geteuid() == 0 and not shutil.which("slurmctld"):
-        session.run(apt, "update", "-qq", external=True, success_codes=[0, 100])
-        packages = ("slurmctld", "slurmd", "slurm-client", "munge")
-        session.run(
-            apt, "install", "-y", "-qq", "--no-install-recommends", *packages, external=True, success_codes=[0, 100]
-        )
+    install_from_debian(session, "slurmctld", "slurmctld", "slurmd", "slurm-client", "munge")
     session.run(f"{COMMANDS}/pytest", "-m", "cluster", *(session.posargs or ["tests/harness"]))
 
 
@@ -123,6 +118,34 @@ def paired(session: nox.Session) -> None:
 
 
 @nox.session(python=False)
+def server(session: nox.Session) -> None:
+    """Everything that goes through a team's MLflow server, on a PostgreSQL of its own. Debian's is installed where root
+    may; without one those tests are skipped and say so. Arguments go to pytest."""
+    install(session)
+    session.run(f"{COMMANDS}/python", "-m", "pip", "install", "-c", "constraints.txt", *_extra("server"))
+    install_from_debian(session, "initdb", "postgresql")
+    session.run(f"{COMMANDS}/pytest", "-m", "server", *(session.posargs or ["tests/harness/server"]))
+
+
+@nox.session(python=False)
+def change_points(session: nox.Session) -> None:
+    """Our change points beside those of Apache Otava, on the same series. It pins an old numpy, and so has an
+    environment of its own. Arguments go to pytest."""
+    install(session)
+    python = OTAVA / "bin" / "python"
+    if not python.exists():
+        session.run(sys.executable, "-m", "virtualenv", "--quiet", str(OTAVA))
+        session.run(str(python), "-m", "pip", "install", "--quiet", "apache-otava==0.8.0")
+    session.run(
+        f"{COMMANDS}/pytest",
+        "-m",
+        "otava",
+        *(session.posargs or ["tests/harness/regression"]),
+        env={"MESHMARK_OTAVA_PYTHON": str(python.absolute())},
+    )
+
+
+@nox.session(python=False)
 def sharding(session: nox.Session) -> None:
     """Data parallel beside sharded optimizers, and the page that compares them. An argument names the directory."""
     install(session)
@@ -148,9 +171,25 @@ def install(session: nox.Session) -> None:
 
 def install_peers(session: nox.Session) -> None:
     """DeepSpeed and FairScale, pinned, each on its own: where one cannot be installed, its rows say unavailable."""
-    extras = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for requirement in extras["peers"]:
+    for requirement in _extra("peers"):
         try:
             session.run(f"{COMMANDS}/python", "-m", "pip", "install", "-c", "constraints.txt", requirement)
         except CommandFailed:
             session.warn(f"{requirement} cannot be installed here: its cases will say unavailable")
+
+
+def install_from_debian(session: nox.Session, command: str, *packages: str) -> None:
+    """Debian's packages, where `command` is missing and root may install them; elsewhere nothing happens."""
+    apt = shutil.which("apt-get")
+    there = shutil.which(command) or any(Path("/usr/lib/postgresql").glob(f"*/bin/{command}"))
+    if apt and os.geteuid() == 0 and not there:
+        session.run(apt, "update", "-qq", external=True, success_codes=[0, 100])
+        session.run(
+            apt, "install", "-y", "-qq", "--no-install-recommends", *packages, external=True, success_codes=[0, 100]
+        )
+
+
+def _extra(name: str) -> list[str]:
+    """What an optional extra asks for."""
+    extras: dict[str, list[str]] = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
+    return extras[name]

@@ -96,6 +96,25 @@ def test_sharding_compares_every_stage_with_data_parallel_and_a_peer_against_the
     assert list(over_all)[1] == "native.ddp", "the first that trains is what the page compares the others with"
 
 
+def test_nightly_holds_every_family_and_ours_to_the_last_digit() -> None:
+    cases = suites.load("nightly").cases
+    timed = [case for case in cases if case.measurement.timed_steps]
+    assert {case.implementation.partition(".")[0] for case in timed} == {"reference", "native", *LIBRARIES}
+    ours = {(case.label, case.layout) for case in timed if case.role == "subject"}
+    assert {label.partition(" ")[0] for label, _ in ours} == set(implementation.names()) & {
+        "native.ddp",
+        "native.zero",
+        "native.tensor",
+        "native.pipeline",
+        "native.hybrid",
+    }
+    exact = [case for case in cases if case.precision == "fp64"]
+    assert {(case.label, case.layout) for case in exact} == ours, "fp64 losses must stay what they are"
+    assert not any(case.measurement.timed_steps for case in exact), "and are not timed"
+    assert {case.workload for case in cases} == {cases[0].workload}
+    assert max(case.world_size for case in cases) <= 4
+
+
 def test_peers_trains_the_model_that_is_heavy_on_communication() -> None:
     workload = models.load(suites.load("peers").cases[0].workload)
     num_parameters = sum(parameter.numel() for parameter in workload.build_model().parameters())
