@@ -113,7 +113,8 @@ def _time_change(run: CaseRun, nights: Sequence[CaseRun], change: TimeChange, si
     text = f"step time: {abs(change.shift):.1%} {words} since {first.suite_run}{between}"
     verdict = change.verdict
     before_and_now = (nights[since - 1].commit, run.commit)
-    commits = before_and_now if all(before_and_now) and len(set(before_and_now)) == 2 else None
+    are_known = all(before_and_now) and not (nights[since - 1].dirty or run.dirty)
+    commits = before_and_now if are_known and len(set(before_and_now)) == 2 else None
     changes = environment_changes(nights, since)
     if changes and verdict in MOVED:
         shift = ", ".join(f"{name} {before} -> {after}" for name, (before, after) in changes.items())

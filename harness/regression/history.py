@@ -39,6 +39,7 @@ class CaseRun:
     commit: str
     versions: Mapping[str, str]
     metrics: Mapping[str, float]
+    dirty: bool = False  # something differed from that commit
     run_id: str = ""
 
     @property
@@ -123,6 +124,7 @@ def _case_run(
         machine=str(tags.get("machine_fingerprint", "")),
         environment=str(tags.get("environment_fingerprint", "")),
         commit=str(tags.get("commit", "")),
+        dirty=tags.get("dirty") == "true",
         versions=versions,
         metrics={key: float(value) for key, value in metrics.items()},
         run_id=run_id,

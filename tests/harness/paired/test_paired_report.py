@@ -43,14 +43,8 @@ def compared(verdict: ComparedVerdict, of: Case, factor: float) -> ComparedCase:
 
 
 def run(*cases: ComparedCase) -> PairedRun:
-    return PairedRun(
-        a=A,
-        b=B,
-        suite="nightly",
-        started=1_893_456_000.0,
-        ended=1_893_456_060.0,
-        cases=paired_report.worst_first(cases),
-    )
+    ordered = paired_report.worst_first(cases)
+    return PairedRun(a=A, b=B, suite="nightly", started=1_893_456_000.0, ended=1_893_456_060.0, cases=ordered)
 
 
 SLOW = compared("regressed", case("native.ddp"), 1.1)

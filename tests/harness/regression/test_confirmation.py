@@ -51,6 +51,7 @@ def test_what_the_code_cannot_have_done_is_not() -> None:
     assert commits(checked(moved(torch="2.14.0"))) is None
     assert commits(checked([replace(run, commit="c0ffee") for run in moved()])) is None, "the same code"
     assert commits(checked([replace(run, commit="") for run in moved()])) is None, "nobody knows which"
+    assert commits(checked([*moved()[:-1], replace(moved()[-1], dirty=True)])) is None, "not the code of any commit"
     assert commits(checked(moved()[:20])) is None, "nothing has moved"
 
 

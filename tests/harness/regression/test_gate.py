@@ -26,6 +26,7 @@ ENVIRONMENT = {
     "threads_per_rank": 1,
     "libraries": {"deepspeed": "0.19.8"},
     "commit": "c0ffee",
+    "dirty": True,
     "canary": {"seconds": 0.01, "matmul_seconds": 0.005},
 }
 
@@ -75,6 +76,7 @@ def test_a_run_is_the_same_from_the_store_and_from_its_directory() -> None:
     assert replace(stored, run_id="") == found
     assert found.relative_seconds == pytest.approx(10.0)
     assert (found.machine, found.environment, found.commit, found.device) == ("m1", "e1", "c0ffee", "cpu")
+    assert found.dirty
     assert found.versions == {"deepspeed": "0.19.8", "torch": "2.13.0", "threads_per_rank": "1"}
     assert found.metrics["loss"] == 2.5
     assert from_store(tracking.read_runs(suite="peers")) == []
