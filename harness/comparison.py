@@ -66,6 +66,21 @@ class Comparison:
         return tuple(row for row in self.rows if row.result.case.role != "floor")
 
 
+def read_runs(paths: Sequence[Path]) -> list[Result]:
+    """The results of several runs, one after another. ValueError where cases of one comparison lie in two of them:
+    times are held against what took turns with them."""
+    found: list[Result] = []
+    where: dict[str, Path] = {}
+    for path in paths:
+        results = read_run(path)
+        for title in {_title(result.case) for result in results if is_measured(result)}:
+            if title in where:
+                raise ValueError(f"{path}: expected other comparisons than in {where[title]}, got {title} in both")
+            where[title] = path
+        found += results
+    return found
+
+
 def read_run(path: Path) -> list[Result]:
     """The results of a run: of a directory, or of the results file in it. ValueError if it is neither."""
     directory = path.parent if path.name == RESULTS_FILE else path

@@ -46,8 +46,8 @@ LEGEND = (
 )
 
 
-def page(results: Sequence[Result], path: Path) -> str:
-    """The page as Markdown; `path` is where the results were read from."""
+def page(results: Sequence[Result], *paths: Path) -> str:
+    """The page as Markdown; `paths` are where the results were read from."""
     suites = list(dict.fromkeys(result.suite for result in results if result.suite))
     lines = [f"# {' and '.join(suites) or 'Cases'}: strategies compared", ""]
     if lines_of_matrix := matrix(results):
@@ -60,7 +60,7 @@ def page(results: Sequence[Result], path: Path) -> str:
     if notes:
         lines += ["## Not as asked", "", *(f"- {note}" for note in notes), ""]
     lines += ["## What the columns say", "", *(f"- {text}" for text in LEGEND), ""]
-    lines += ["## Where the figures come from", "", *(f"- {text}" for text in provenance(results, path))]
+    lines += ["## Where the figures come from", "", *(f"- {text}" for text in provenance(results, *paths))]
     return "\n".join(lines) + "\n"
 
 
@@ -87,12 +87,16 @@ def sentences(comparison: Comparison) -> list[str]:
     return [text for text in said if text is not None]
 
 
-def provenance(results: Sequence[Result], path: Path) -> list[str]:
-    """Machine, versions, date, commit and command."""
+def provenance(results: Sequence[Result], *paths: Path) -> list[str]:
+    """Machine, versions, dates, commits and commands."""
     environment: Mapping[str, Any] = next((r.environment for r in results if r.environment), {})
     versions = {name: environment.get(name) for name in ("os", "python", "torch", "numpy")}
     dates = sorted({time.strftime("%Y-%m-%d", time.gmtime(r.started)) for r in results if r.started})
-    commit = environment.get("commit")
+    commits = dict.fromkeys(
+        f"{commit}{' with local changes' if r.environment.get('dirty') else ''}"
+        for r in results
+        if (commit := (r.environment or {}).get("commit"))
+    )
     delay = "communication.delay_seconds"
     delays = sorted(result.metrics[delay] for result in results if delay in result.metrics)
     suites = list(dict.fromkeys(result.suite for result in results if result.suite))
@@ -100,8 +104,13 @@ def provenance(results: Sequence[Result], path: Path) -> list[str]:
         "versions": ", ".join(f"{name} {value}" for name, value in versions.items() if value),
         "delay of an operation": _range([f"{figure(seconds, 1e3)} ms" for seconds in delays]),
         "date": _range(dates),
-        "commit": f"{commit}{' with local changes' if environment.get('dirty') else ''}" if commit else "",
-        "commands": "; ".join([*(f"`meshmark run {suite}`" for suite in suites), f"`meshmark compare {_shown(path)}`"]),
+        "commit" if len(commits) < 2 else "commits": ", ".join(commits),
+        "commands": "; ".join(
+            [
+                *(f"`meshmark run {suite}`" for suite in suites),
+                f"`meshmark compare {' '.join(_shown(path) for path in paths)}`",
+            ]
+        ),
     }
     return [*measured_on(results), *(f"{name}: {text or '-'}" for name, text in said.items())]
 

@@ -56,10 +56,11 @@ class Tolerance:
 
     @classmethod
     def from_noise(cls, reference: Trajectory, *others: Trajectory, factor: float = 8.0) -> Tolerance:
-        """The fp32 lane: `factor` times the reference's distance from itself with another micro-batch split and another
-        number of threads (`others`), within fixed bounds: a reference that repeats itself bit for bit still leaves room
-        for another order of additions, and no noise hides 0.1 % of the whole gradient or 1 % of one parameter's.
-        A model that holds half-precision parameters of its own gets the wider bounds of bf16."""
+        """The fp32 lane: `factor` times the reference's largest distance from itself with another micro-batch split and
+        another number of threads, and from weights that are rounded otherwise (`others`), within fixed bounds: a
+        reference that repeats itself bit for bit still leaves room for another order of additions, and no noise hides
+        0.1 % of the whole gradient or 1 % of one parameter's. A model that holds half-precision parameters of its own
+        gets the wider bounds of bf16."""
         noise = [d for other in others for d in differences(other, reference)]
         if any(g.dtype.itemsize < 4 for gradients in reference.gradients.values() for g in gradients.values()):
             return replace(_bounded(noise, factor, _BF16_LEAST, _BF16_MOST), lane="fp32", starting_weights=0.0)

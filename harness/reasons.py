@@ -64,16 +64,19 @@ def _libraries(results: Sequence[Result]) -> dict[str, str]:
 
 
 def measured_on(results: Sequence[Result]) -> list[str]:
-    """The machine and the settings behind the figures, in one line; none where no case came so far."""
-    environment = next((result.environment for result in results if result.environment), None)
-    if environment is None:
-        return []
-    device = environment.get("device") or {}
-    parts = [
-        device.get("name"),
-        f"{environment.get('logical_cores')} cores",
-        f"{environment.get('threads_per_rank')} thread(s) a rank",
-        f"torch {environment.get('torch')}",
-        *(f"{name} {version}" for name, version in _libraries(results).items()),
-    ]
-    return [f"measured on: {', '.join(part for part in parts if part and 'None' not in part)}"]
+    """The machine and the settings behind the figures, a line for each that differs; none where no case came so far."""
+    lines: dict[str, None] = {}
+    for result in results:
+        environment = result.environment
+        if not environment:
+            continue
+        device = environment.get("device") or {}
+        parts = [
+            device.get("name"),
+            f"{environment.get('logical_cores')} cores",
+            f"{environment.get('threads_per_rank')} thread(s) a rank",
+            f"torch {environment.get('torch')}",
+        ]
+        lines[", ".join(part for part in parts if part and "None" not in part)] = None
+    libraries = [f"{name} {version}" for name, version in _libraries(results).items()]
+    return [f"measured on: {', '.join([line, *libraries])}" for line in lines]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,6 +33,7 @@ class _Run:
     data_degree: int
     num_steps: int
     threads: int
+    rounded_otherwise: bool = False  # starting weights that are one unit in the last place away
 
 
 class References:
@@ -46,7 +47,7 @@ class References:
         self._deadline_seconds = deadline_seconds
         self._process: LocalLaunch | None = None
         self._num_processes = 0
-        self._weights: dict[str, Path] = {}
+        self._weights: dict[tuple[str, bool], Path] = {}
         self._trajectories: dict[_Run, Trajectory] = {}
         self._tolerances: dict[_Run, Tolerance] = {}
         self._timed_out: dict[_Run, LaunchFailed] = {}
@@ -59,11 +60,23 @@ class References:
 
     def weights(self, workload: str) -> Path:
         """The file of the workload's starting weights, written by one process on the CPU."""
-        key = _weights_key(workload)
+        key = (_weights_key(workload), False)
         if key not in self._weights:
             path = self._directory / f"weights-{len(self._weights)}.pt"
             run = _Run(workload=workload, precision="fp32", data_degree=1, num_steps=0, threads=1)
             self._carry_out(run, None, lambda process: process.command("save_weights", path=str(path)))
+            self._weights[key] = path
+        return self._weights[key]
+
+    def _weights_rounded_otherwise(self, workload: str) -> Path:
+        key = (_weights_key(workload), True)
+        if key not in self._weights:
+            path = self._directory / f"weights-{len(self._weights)}.pt"
+            state = torch.load(self.weights(workload), weights_only=True)
+            with torch.device("meta"):
+                parameters = dict(models.load(workload).model().named_parameters(remove_duplicate=False))
+            round_otherwise([state[name] for name in parameters if name in state])
+            torch.save(state, path)
             self._weights[key] = path
         return self._weights[key]
 
@@ -74,7 +87,8 @@ class References:
 
     def tolerance(self, case: Case, on_progress: OnProgress | None = None) -> Tolerance:
         """How far the case may be from it: 1e-12 in fp64; in fp32 a multiple of the distance between the reference and
-        itself with another micro-batch split and another thread count; in bf16 an envelope from several seeds."""
+        itself with another micro-batch split and another thread count, and from weights one unit in the last place
+        away; in bf16 an envelope from several seeds."""
         run = self._run_for(case)
         if run not in self._tolerances:
             self._tolerances[run] = self._make_tolerance(run, on_progress)
@@ -84,8 +98,15 @@ class References:
         if run.precision == "fp64":
             return Tolerance.exact()
         if run.precision == lane_of(run.precision):
-            other = replace(run, workload=_split_otherwise(run.workload), threads=2)
-            return Tolerance.from_noise(self._trajectory(run, on_progress), self._train(other, on_progress))
+            # Another split of the batch adds up in another order over samples alone. Who cuts a layer adds up in
+            # another order over features, too: every output is rounded otherwise, as it is when weights are.
+            others = (
+                replace(run, workload=_split_otherwise(run.workload), threads=2),
+                replace(run, rounded_otherwise=True),
+            )
+            return Tolerance.from_noise(
+                self._trajectory(run, on_progress), *(self._train(other, on_progress) for other in others)
+            )
         pairs = []
         for seed in _ENVELOPE_SEEDS:
             low = replace(run, workload=models.with_options(run.workload, seed=seed))
@@ -114,7 +135,8 @@ class References:
             process.command("build", on_progress)
             return process.command("parity", on_progress, num_steps=run.num_steps, path=str(tensors))
 
-        records = self._carry_out(run, self.weights(run.workload), train)
+        weights = self._weights_rounded_otherwise if run.rounded_otherwise else self.weights
+        records = self._carry_out(run, weights(run.workload), train)
         trajectory = assemble(records, tensors, Layout())
         tensors.unlink()
         return trajectory
@@ -153,6 +175,20 @@ class References:
             self._process = LocalLaunch(case.to_json(), 1, logs, deadline_seconds=self._deadline_seconds)
             self._num_processes += 1
         return self._process
+
+
+def round_otherwise(weights: Iterable[torch.Tensor]) -> None:
+    """Moves every element of fp32 weights by one unit in the last place, up or down by chance; zeros stay zeros.
+    Weights that are one tensor under two names move once."""
+    generator = torch.Generator().manual_seed(0)
+    moved = set()
+    for weight in weights:
+        if weight.dtype == torch.float32 and weight.data_ptr() not in moved:
+            moved.add(weight.data_ptr())
+            up = torch.randint(0, 2, weight.shape, generator=generator, dtype=torch.bool)
+            infinity = torch.full_like(weight, torch.inf)
+            other = torch.nextafter(weight, torch.where(up, infinity, -infinity))
+            weight.copy_(torch.where((weight != 0) & weight.isfinite(), other, weight))
 
 
 def lane_of(precision: str) -> str:

@@ -15,8 +15,8 @@ def compare(
     what: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[RESULTS | REV_A REV_B]",
-            help="A results directory, or the results.jsonl in it; or two revisions of this git repository.",
+            metavar="[RESULTS... | REV_A REV_B]",
+            help="Results directories, or the results.jsonl in them; or two revisions of this git repository.",
             show_default=False,
         ),
     ] = None,
@@ -48,27 +48,33 @@ def compare(
 
     [bold]meshmark compare results/sharding-20300101-120000 --out sharding.md[/]   a page: memory, bytes, time, lines
 
+    [bold]meshmark compare results/tensor results/zero --out all.md[/]             one page of several runs
+
     [bold]meshmark compare main my-branch --suite nightly[/]                       exit code 1 where my-branch is slower
 
     [bold]meshmark compare --peer deepspeed==0.19.7 --peer deepspeed==0.19.8 --suite peers[/]
     """
+    from harness.result import RESULTS_FILE
+
     named, peers = what or [], peer or []
+    measured = [name for name in named if Path(name).is_file() or (Path(name) / RESULTS_FILE).is_file()]
+    is_page = not peers and bool(named) and (len(named) == 1 or bool(measured))
     with bad_input():
-        if (len(named), len(peers)) not in ((1, 0), (2, 0), (0, 2)):
+        if not is_page and (len(named), len(peers)) not in ((2, 0), (0, 2)):
             raise ValueError(
-                "compare: expected one results directory, or two revisions, or --peer twice, got "
+                "compare: expected results directories, or two revisions, or --peer twice, got "
                 f"{len(named)} names and {len(peers)} peers"
             )
         in_turns = {"--suite": suite, "--only": only, "--results": results}
         given = [option for option, value in in_turns.items() if value is not None]
-        if len(named) == 1 and given:
-            raise ValueError(f"compare {named[0]}: {given[0]} is for two revisions, got one name")
-        if len(named) != 1 and suite is None:
+        if is_page and given:
+            raise ValueError(f"compare {' '.join(named)}: {given[0]} is for two revisions, got results")
+        if not is_page and suite is None:
             raise ValueError("compare: expected --suite S, whose cases are timed on both, got none")
-        if len(named) != 1 and out is not None:
-            raise ValueError("compare: --out is for the page of one results directory; see --results and --format")
-    if len(named) == 1:
-        _page(Path(named[0]), out)
+        if not is_page and out is not None:
+            raise ValueError("compare: --out is for the page of results directories; see --results and --format")
+    if is_page:
+        _page([Path(name) for name in named], out)
         return
     assert suite is not None
     raise typer.Exit(
@@ -76,12 +82,12 @@ def compare(
     )
 
 
-def _page(results: Path, out: Path | None) -> None:
+def _page(results: list[Path], out: Path | None) -> None:
     from harness import comparison, comparison_page
 
     with bad_input():
-        found = comparison.read_run(results)
-        page = comparison_page.page(found, results)
+        found = comparison.read_runs(results)
+        page = comparison_page.page(found, *results)
         if out is not None:
             out.write_text(page, encoding="utf-8")
     print(page if out is None else f"{out}: {len(found)} cases", end="" if out is None else "\n")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from harness.case import Case
-from harness.comparison import comparisons, read_run
+from harness.comparison import comparisons, read_run, read_runs
 from harness.layout import Layout
 from harness.result import Result, append
 from harness.topology import Topology
@@ -78,6 +78,17 @@ def test_a_run_is_named_by_its_directory_or_by_its_results_file(tmp_path: Path) 
     append(tmp_path, result())
     for path in (tmp_path, tmp_path / "results.jsonl"):
         assert [found.case.id for found in read_run(path)] == [result().case.id]
+
+
+def test_several_runs_are_read_as_one_unless_they_share_a_comparison(tmp_path: Path) -> None:
+    for name, workload in (("small", "gpt:size=tiny"), ("large", "gpt:size=17m"), ("again", "gpt:size=tiny")):
+        (tmp_path / name).mkdir()
+        measured = result()
+        append(tmp_path / name, replace(measured, case=replace(measured.case, workload=workload)))
+    found = read_runs([tmp_path / "small", tmp_path / "large"])
+    assert [each.case.workload for each in found] == ["gpt:size=tiny", "gpt:size=17m"]
+    with pytest.raises(ValueError, match=r"again: expected other comparisons than in .*small, got `gpt:size=tiny`"):
+        read_runs([tmp_path / "small", tmp_path / "again"])
 
 
 @pytest.mark.parametrize(

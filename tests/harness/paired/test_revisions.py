@@ -111,12 +111,12 @@ def descendants(pid: int) -> set[int]:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["compare"], "expected one results directory, or two revisions, or --peer twice, got 0 names and 0 peers"),
+        (["compare"], "expected results directories, or two revisions, or --peer twice, got 0 names and 0 peers"),
         (["compare", "a", "b", "c"], "got 3 names and 0 peers"),
         (["compare", "base", "--peer", "x==1"], "got 1 names and 1 peers"),
         (["compare", "base", "same"], "expected --suite S, whose cases are timed on both, got none"),
-        (["compare", "base", "--suite", "smoke"], "compare base: --suite is for two revisions, got one name"),
-        (["compare", "base", "same", "--suite", "smoke", "--out", "x.md"], "--out is for the page of one results"),
+        (["compare", "base", "--suite", "smoke"], "compare base: --suite is for two revisions, got results"),
+        (["compare", "base", "same", "--suite", "smoke", "--out", "x.md"], "--out is for the page of results"),
         (["compare", "base", "none", "--suite", "smoke"], "none: expected a revision of"),
         (["compare", "base", "same", "--suite", "none"], "suite 'none': expected one of"),
         (["compare", "--peer", "x", "--peer", "y", "--suite", "smoke"], "expected a library with its version"),
