@@ -94,6 +94,12 @@ def test_what_does_not_matter_is_otavas_to_find() -> None:
     assert otavas(logarithms, max_pvalue=1e-4, min_magnitude=0.02) == [[]] * NUM_SERIES
 
 
+def test_two_nights_are_a_level_for_otava_and_none_for_ours() -> None:
+    logarithms = series(0.01, (NIGHTS - 2, 0.3))
+    assert ours(logarithms) == [[]] * NUM_SERIES
+    assert otavas(logarithms, max_pvalue=1e-4, min_magnitude=0.02) == [[NIGHTS - 2]] * NUM_SERIES
+
+
 def test_the_best_cut_is_the_same() -> None:
     """The statistic behind both, of one cut and one end: Otava's own first candidate."""
     logarithms = series(0.02, (45, 0.05))
