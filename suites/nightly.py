@@ -7,9 +7,10 @@ from harness.case import Case, Measurement, Suite
 from harness.layout import Layout
 
 # Large enough that a step is mostly work and not mostly waiting to be scheduled, which would be noise.
-_WORKLOAD = "gpt:size=tiny,num_layers=4,width=128,sequence_length=64,text=stdlib,global_batch_size=8,micro_batches=2"
-_MEASUREMENT = Measurement(warm_up_steps=5, timed_steps=40)
-_EXACT = Measurement(timed_steps=0)  # fp64 says whether it is right, and fp32 how fast it is
+_WORKLOAD = "gpt:size=17m,vocabulary_size=512,sequence_length=32,global_batch_size=4,num_micro_batches=2"
+_MEASUREMENT = Measurement(parity_steps=3, warm_up_steps=3, timed_steps=12, communication_steps=2, memory_steps=1)
+# fp64 says whether it is right, and fp32 how fast it is.
+_EXACT = Measurement(parity_steps=3, timed_steps=0, communication_steps=0, memory_steps=0, pipeline_steps=0)
 
 _Row = tuple[str, Layout, Mapping[str, Any]]
 

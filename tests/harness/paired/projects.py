@@ -19,7 +19,7 @@ suite = Suite(
     name="ab",
     cases=tuple(
         Case(
-            workload="gpt:size=tiny,num_layers=4,width=128,sequence_length=64,global_batch_size=8",
+            workload="gpt:size=tiny,sequence_length=128,global_batch_size=8",
             implementation=implementation,
             layout=Layout(data=2),
             measurement=MEASUREMENT,
@@ -45,7 +45,7 @@ def copy_of_project(directory: Path) -> Path:
         shutil.copytree(ROOT / package, directory / package, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "constraints.txt", ".gitignore"):
         shutil.copy(ROOT / name, directory / name)
-    git(directory, "init", "--quiet", "--initial-branch", "base")
+    git(directory, "init", "--quiet", "--initial-branch", "main")
     commit(directory, "base")
     return directory
 

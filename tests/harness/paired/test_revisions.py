@@ -26,12 +26,12 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = copy_of_project(tmp_path_factory.mktemp("projects") / "project")
     commit(made, "same")
     slow_down(made, 0.15, "slow")
-    git(made, "checkout", "--quiet", "base")
+    git(made, "checkout", "--quiet", "--detach", "base")
     slow_down(made, 1.0, "twice")
-    git(made, "checkout", "--quiet", "base")
+    git(made, "checkout", "--quiet", "--detach", "base")
     (made / "impls/native/ddp.py").write_text("raise RuntimeError('broken on purpose')\n")
     commit(made, "broken")
-    git(made, "checkout", "--quiet", "base")
+    git(made, "checkout", "--quiet", "--detach", "base")
     return made
 
 
@@ -60,7 +60,7 @@ def test_each_side_runs_its_own_code(project: Path, elsewhere: Path) -> None:
         Side(second) as twice,
     ):
         a, b, b_again, a_again = (side.time(case) for side in (base, twice, twice, base))
-    assert {timing.status for timing in (a, b, b_again, a_again)} == {"ok"}
+    assert [timing.reason for timing in (a, b, b_again, a_again)] == [""] * 4
     assert a.seconds is not None
     assert a.steps is not None
     assert [len(steps) for steps in a.steps] == [20, 20]
