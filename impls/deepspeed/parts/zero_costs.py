@@ -54,13 +54,14 @@ def memory_bytes(
             "communication_buffers": 2 * bucket * gradient_bytes,
         }
     partition = partition_of(parameters, ranks)
-    found = {
+    found: dict[MemoryCategory, int] = {
         "parameters": states["parameters"],
         "optimizer_states": sum(partition.sharded_elements) * _MASTER_BYTES * (1 + num_moments),
     }
     if keeps_whole_fp32_gradients(workload, options):
         found["gradients"] = elements * (precision.compute.itemsize + _MASTER_BYTES)
-        return found | {"communication_buffers": elements * gradient_bytes}
+        found["communication_buffers"] = elements * gradient_bytes
+        return found
     reduction = reduction_of(workload, parameters, layout, options)
     kept = partition.kept_elements(partition.largest_rank())
     if stage == 1 and workload.training.num_micro_batches > 1:
@@ -69,7 +70,8 @@ def memory_bytes(
         kept = sum(partition.sharded_elements)
     found["gradients"] = kept * gradient_bytes
     buckets = reduction.num_buckets * reduction.bucket_elements if reduction.contiguous else 0
-    return found | {"communication_buffers": buckets * precision.compute.itemsize}
+    found["communication_buffers"] = buckets * precision.compute.itemsize
+    return found
 
 
 def reduction_of(

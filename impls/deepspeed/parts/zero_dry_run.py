@@ -55,6 +55,7 @@ class LentInBackward:
         self._rank = reduction.partition.largest_rank()
         first = next(iter(self._parameters.values()))
         self._dtype, self._device = first.dtype, first.device
+        self._keeps_wider = reduction.kept_dtype != first.dtype
         self._buckets: list[Tensor] = []
         self._filling: dict[str, Tensor | None] = {}  # what is to be summed next; gradients that lie beside the bucket
         self._released_late: list[Tensor] = []
@@ -109,10 +110,14 @@ class LentInBackward:
 
     def _reduce(self) -> None:
         reduction = self._reduction
+        if self._keeps_wider and not self._kept_before:  # sums are added to it as they are made
+            self._kept = self._kept or self._memory_of_kept()
         for elements in self._elements_of_copies():
             self._sum(elements)
         for name, gradient in self._filling.items():
             owned = reduction.partition.owns(self._rank, name)
+            if self._keeps_wider:
+                continue
             if owned and reduction.contiguous:
                 self._kept = self._kept or self._memory_of_kept()
             elif gradient is not None and owned:
@@ -141,17 +146,17 @@ class LentInBackward:
             self._memory(elements, self._reduction.sum_dtype)
 
     def _update(self) -> None:
-        """Of one group after the other what the rank steps, made one flat gradient."""
-        for elements in self._reduction.partition.sharded_elements:
+        """Of one group after the other what the rank steps, made one flat gradient, where it is not that already."""
+        for elements in () if self._keeps_wider else self._reduction.partition.sharded_elements:
             flat = self._memory(elements, self._reduction.kept_dtype)
             if self._reduction.master_dtype != flat.dtype:
                 self._memory(elements, self._reduction.master_dtype)
         self._kept.clear()
 
     def _memory_of_kept(self) -> list[Tensor]:
-        """One tensor of all gradients that it steps a part of; of none but the parts where they are wider than it."""
+        """One tensor of all gradients that it steps a part of; of the parts alone where it is wider than they are."""
         partition, dtype = self._reduction.partition, self._reduction.kept_dtype
-        if dtype != self._dtype:
+        if self._keeps_wider:
             return [self._memory(elements, dtype) for elements in partition.sharded_elements]
         return [self._memory(partition.kept_elements(self._rank), dtype)]
 
