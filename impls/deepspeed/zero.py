@@ -32,7 +32,7 @@ from harness.mesh import Mesh
 from harness.optimizer import decay_groups, global_norm, torch_optimizer
 from harness.parameters import LogicalParameter, MemoryCategory, logical_parameters
 from harness.workload import Batch, MicroBatch, Workload
-from impls.deepspeed.parts import library, zero_config, zero_costs, zero_dry_run
+from impls.deepspeed.parts import library, zero_3_dry_run, zero_config, zero_costs, zero_dry_run
 from impls.deepspeed.parts.engine_config import engine_config
 from impls.deepspeed.parts.engine_states import engine_states, masters_of
 from impls.deepspeed.parts.first_gradient import at_first_gradient
@@ -105,6 +105,10 @@ class DeepSpeedZero(Implementation):
     def dry_run_preparation(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> Preparation:
+        if options.get("stage", 1) == 3:
+            return partial(
+                zero_3_dry_run.prepare, gathering=zero_costs.gathering_of(workload, parameters, layout, options)
+            )
         if not zero_config.lends_in_backward(workload, options):
             return as_it_is
         return partial(zero_dry_run.prepare, reduction=zero_costs.reduction_of(workload, parameters, layout, options))

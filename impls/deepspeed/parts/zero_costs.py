@@ -4,8 +4,8 @@ Elements are flattened by decay group and padded to twice the number of ranks (s
 to that number (stage 3). A reduce-scatter is an all-reduce on gloo.
 
 Gradients are those that outlive a backward, in stages 1 and 2 those of which this rank steps a part; buffers are the
-buckets. What comes and goes within one, zero_dry_run.py holds as it does: gradients on their way into a bucket, and the
-copy in which they are summed.
+buckets. What comes and goes within one, zero_dry_run.py and zero_3_dry_run.py hold as it does: gradients on their way
+into a bucket, the copy in which they are summed, parameters that are gathered.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from harness.layout import Layout
 from harness.parameters import LogicalParameter, MemoryCategory, all_reduce_wire_bytes, replicated_state_bytes
 from harness.workload import Workload
+from impls.deepspeed.parts.zero_3_dry_run import Gathering
 from impls.deepspeed.parts.zero_config import bucket_elements, keeps_gathered, keeps_whole_fp32_gradients
 from impls.deepspeed.parts.zero_dry_run import Reduction
 from impls.deepspeed.parts.zero_partition import decay_groups_of, padded_elements, partition_of
@@ -47,11 +48,12 @@ def memory_bytes(
             return None
         sharded = sum(_padded_for_stage_3(parameters, ranks)) // ranks
         shards = sum(-(-parameter.num_elements // ranks) * parameter.dtype.itemsize for parameter in parameters)
+        persistent = sum(parameter.num_bytes for parameter in parameters if not _is_gathered(parameter, options))
         return {
-            "parameters": shards + states["parameters"],
+            "parameters": shards + persistent,
             "gradients": sharded * precision.gradient.itemsize,
             "optimizer_states": sharded * _MASTER_BYTES * (1 + num_moments),
-            "communication_buffers": 2 * bucket * gradient_bytes,
+            "communication_buffers": bucket * gradient_bytes if options.get("contiguous_gradients", True) else 0,
         }
     partition = partition_of(parameters, ranks)
     found: dict[MemoryCategory, int] = {
@@ -60,7 +62,6 @@ def memory_bytes(
     }
     if keeps_whole_fp32_gradients(workload, options):
         found["gradients"] = elements * (precision.compute.itemsize + _MASTER_BYTES)
-        found["communication_buffers"] = elements * gradient_bytes
         return found
     reduction = reduction_of(workload, parameters, layout, options)
     kept = partition.kept_elements(partition.largest_rank())
@@ -96,6 +97,20 @@ def reduction_of(
     )
 
 
+def gathering_of(
+    workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+) -> Gathering:
+    """What is gathered and summed in a micro-batch of stage 3."""
+    return Gathering(
+        gathered=[parameter for parameter in parameters if _is_gathered(parameter, options)],
+        trained=[parameter for parameter in parameters if parameter.trainable],
+        num_ranks=layout.data,
+        bucket_elements=bucket_elements(parameters, options),
+        scatters=options.get("reduce_scatter", True) or not options.get("contiguous_gradients", True),
+        sum_dtype=workload.precision.gradient,
+    )
+
+
 def wire_bytes(
     workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
 ) -> int | None:
@@ -124,14 +139,18 @@ def _gathered_bytes(
     workload: Workload, parameters: Sequence[LogicalParameter], ranks: int, options: Mapping[str, Any]
 ) -> int:
     """Small parameters once, after the update; the others for every micro-batch, once more where they do not stay."""
-    given = options.get("stage3_param_persistence_threshold")
-    threshold = _PERSISTENT_ELEMENTS if given is None else given
     of_others = workload.training.num_micro_batches * (1 if keeps_gathered(options) else 2)
     total = 0
     for parameter in parameters:
-        times = 1 if parameter.num_elements <= threshold else of_others
+        times = of_others if _is_gathered(parameter, options) else 1
         total += times * (ranks - 1) * -(-parameter.num_elements // ranks) * parameter.dtype.itemsize
     return total
+
+
+def _is_gathered(parameter: LogicalParameter, options: Mapping[str, Any]) -> bool:
+    """Whether it is not whole between steps."""
+    given = options.get("stage3_param_persistence_threshold")
+    return parameter.num_elements > (_PERSISTENT_ELEMENTS if given is None else given)
 
 
 def _norm_bytes(

@@ -131,7 +131,6 @@ TINY = "gpt:size=tiny,text=stdlib,global_batch_size=8"
     [
         (2, TINY, "fp32", {"stage": 0}),
         (2, TINY, "fp32", {"stage": 1}),
-        (2, TINY, "fp32", {"stage": 2}),
         (4, TINY, "fp32", {"stage": 1}),
         (4, TINY, "fp32", {"stage": 2}),
         (2, f"{TINY},num_micro_batches=2", "fp32", {"stage": 0}),
@@ -139,6 +138,10 @@ TINY = "gpt:size=tiny,text=stdlib,global_batch_size=8"
         (2, f"{TINY},num_micro_batches=2", "fp32", {"stage": 2}),
         (2, "gpt:size=17m,global_batch_size=4", "fp32", {"stage": 1}),
         (2, "gpt:size=17m,global_batch_size=4", "fp32", {"stage": 2}),
+        (2, "gpt:size=17m,global_batch_size=4", "fp32", {"stage": 3}),
+        (4, TINY, "fp32", {"stage": 3}),
+        (2, f"{TINY},num_micro_batches=2", "fp32", SHARDED),
+        (2, TINY, "bf16", {"stage": 0}),
         (2, TINY, "bf16", {"stage": 1}),
         (2, TINY, "bf16_fp32_gradients", {"stage": 2}),
         (2, TINY, "fp32", {"stage": 1, "overlap_comm": True, "reduce_bucket_size": 10_000}),
