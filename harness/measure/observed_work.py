@@ -1,5 +1,5 @@
-"""What the recording backend hands out instead of the real work: one that reports, one that has nothing to do, and one
-that is launched later."""
+"""What the recording backend hands out instead of the real work: one that reports, one that has nothing to do, one that
+is launched later, and one for the memory instrument."""
 
 # torch's stubs spell out several overloads a method, under changing argument names; here one form takes them all.
 # mypy: disable-error-code="override"
@@ -7,6 +7,7 @@ that is launched later."""
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,30 +19,18 @@ from torch.futures import Future
 
 from harness.measure.communication_recorder import CommunicationRecorder
 
+_SETTLING_SECONDS = 2e-3
 
-class RecordedWork(Work):
-    """The real work; it reports when it completes and how long its callers wait."""
 
-    def __init__(self, real: Work, recorder: CommunicationRecorder, ticket: int) -> None:
+class _PassedOn(Work):
+    """The real work, but for what subclasses add."""
+
+    def __init__(self, real: Work) -> None:
         super().__init__()
         self._real = real
-        self._recorder = recorder
-        self._ticket = ticket
-        try:
-            future = real.get_future()
-        except RuntimeError:  # gloo's point-to-point and reduce-scatter have none
-            self._completes_in_wait = True
-            recorder.completes_in_wait(ticket)
-        else:
-            self._completes_in_wait = False
-            future.add_done_callback(lambda _: recorder.completed(ticket))
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        with self._recorder.blocked(self._ticket):
-            done = self._real.wait(timeout)
-        if self._completes_in_wait:
-            self._recorder.completed(self._ticket)
-        return done
+        return self._real.wait(timeout)
 
     def get_future(self) -> Any:
         return self._real.get_future()
@@ -69,6 +58,40 @@ class RecordedWork(Work):
 
     def _source_rank(self) -> int:
         return self._real._source_rank()
+
+
+class RecordedWork(_PassedOn):
+    """It reports when it completes and how long its callers wait."""
+
+    def __init__(self, real: Work, recorder: CommunicationRecorder, ticket: int) -> None:
+        super().__init__(real)
+        self._recorder = recorder
+        self._ticket = ticket
+        try:
+            future = real.get_future()
+        except RuntimeError:  # gloo's point-to-point and reduce-scatter have none
+            self._completes_in_wait = True
+            recorder.completes_in_wait(ticket)
+        else:
+            self._completes_in_wait = False
+            future.add_done_callback(lambda _: recorder.completed(ticket))
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        with self._recorder.blocked(self._ticket):
+            done = self._real.wait(timeout)
+        if self._completes_in_wait:
+            self._recorder.completed(self._ticket)
+        return done
+
+
+class SettledWork(_PassedOn):
+    """It returns a moment late from waiting: a thread of gloo's that has done the work lets go of its tensors after it
+    has told so. Were it the last to do that, the memory instrument would not see them go."""
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        done = self._real.wait(timeout)
+        time.sleep(_SETTLING_SECONDS)
+        return done
 
 
 class NullWork(Work):

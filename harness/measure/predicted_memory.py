@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from harness.implementation import DryStep, Implementation, Preparation, as_it_is
+from harness.implementation import DryStep, Implementation, Preparation, as_it_is, phase
 from harness.layout import Layout
 from harness.measure.attribution import MARK_PREFIX
 from harness.measure.memory import METRIC_NAMES
@@ -33,6 +33,7 @@ from harness.workload import MicroBatch, Workload
 
 _CPU = torch.device("cpu")
 _FORWARD = f"{MARK_PREFIX}forward"
+_LENDING = f"{MARK_PREFIX}lending."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +162,7 @@ class LiveStorages(TorchDispatchMode):
 
 class PhasedStorages(LiveStorages):
     """Tells activations from the rest as the memory instrument does (harness/measure/attribution.py): made in a forward
-    mark and alive at its end. `most_activations` is the most of them at a time."""
+    mark, lent for no other purpose, and alive at its end. `most_activations` is the most of them at a time."""
 
     def __init__(self, apart: Iterable[Tensor]) -> None:
         super().__init__(apart)
@@ -176,7 +177,7 @@ class PhasedStorages(LiveStorages):
             self._marks.append(args[0])
         elif func is torch.ops.profiler._record_function_exit._RecordFunction and self._marks.pop() == _FORWARD:
             self.most_activations = max(self.most_activations, self.bytes_of[_FORWARD])
-        self.owner = _FORWARD if _FORWARD in self._marks else None
+        self.owner = next((mark for mark in reversed(self._marks) if mark.startswith((_FORWARD, _LENDING))), None)
         return output
 
 
@@ -223,13 +224,13 @@ def _run(
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     tell_loss = prepare(model, gradients)
-    with LiveStorages([*parameters, *gradients.values(), *model.buffers(), inputs, targets]) as live:
+    with PhasedStorages([*parameters, *gradients.values(), *model.buffers(), inputs, targets]) as live:
         micro_batch = MicroBatch(inputs=inputs, targets=targets, num_tokens=1, seed=0)
-        loss = workload.loss_sum(model, micro_batch)
-        activation_bytes = live.bytes
+        with phase("forward"):
+            loss = workload.loss_sum(model, micro_batch)
         tell_loss(loss)
         loss.backward()
-    return DryRun(activation_bytes=activation_bytes, peak_bytes=live.peak)
+    return DryRun(activation_bytes=live.most_activations, peak_bytes=live.peak)
 
 
 def fake_model(workload: Workload, device: torch.device) -> nn.Module:

@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup
 
 from harness.measure.communication_recorder import CommunicationRecorder
-from harness.measure.observed_work import DelayedWork, NullWork, RecordedWork
+from harness.measure.observed_work import DelayedWork, NullWork, RecordedWork, SettledWork
 from harness.wire_bytes import Algorithm, wire_bytes
 
 BACKEND_NAME = "recording"
@@ -196,7 +196,8 @@ class RecordingProcessGroup(ProcessGroup):
         if self._recorder.delaying:
             return self._delay(call)
         if not self._recorder.recording:
-            return call()
+            work = call()
+            return SettledWork(work) if work is not None and torch._C._autograd._profiler_enabled() else work
         if wire is None:
             wire = wire_bytes(operation, payload, self.size(), self._algorithm, group_rank=self.rank(), root=root)
         ticket = self._recorder.opened(

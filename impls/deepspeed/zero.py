@@ -18,15 +18,24 @@ import torch
 from torch import Tensor
 
 from harness.evaluation import evaluating, sum_losses
-from harness.implementation import EvaluationOutput, Implementation, StepOutput, phase
+from harness.implementation import (
+    EvaluationOutput,
+    Implementation,
+    Preparation,
+    StepOutput,
+    as_it_is,
+    lending,
+    phase,
+)
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import decay_groups, global_norm, torch_optimizer
 from harness.parameters import LogicalParameter, MemoryCategory, logical_parameters
 from harness.workload import Batch, MicroBatch, Workload
-from impls.deepspeed.parts import library, zero_config, zero_costs
+from impls.deepspeed.parts import library, zero_3_dry_run, zero_config, zero_costs, zero_dry_run
 from impls.deepspeed.parts.engine_config import engine_config
 from impls.deepspeed.parts.engine_states import engine_states, masters_of
+from impls.deepspeed.parts.first_gradient import at_first_gradient
 from impls.deepspeed.parts.whole_tensors import broadcast_buffers, whole_gradients, whole_parameters
 
 LossScaling = Literal["global_tokens", "rank_mean"]
@@ -84,6 +93,27 @@ class DeepSpeedZero(Implementation):
         return zero_costs.memory_bytes(zero_config.clipped(workload, options), parameters, layout, options)
 
     @classmethod
+    def predicted_late_bytes(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> int:
+        if not zero_config.lends_in_backward(workload, options):
+            return 0
+        states = cls.predicted_memory(workload, parameters, layout, options) or {}
+        return states.get("gradients", 0) + states.get("communication_buffers", 0)
+
+    @classmethod
+    def dry_run_preparation(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Preparation:
+        if options.get("stage", 1) == 3:
+            return partial(
+                zero_3_dry_run.prepare, gathering=zero_costs.gathering_of(workload, parameters, layout, options)
+            )
+        if not zero_config.lends_in_backward(workload, options):
+            return as_it_is
+        return partial(zero_dry_run.prepare, reduction=zero_costs.reduction_of(workload, parameters, layout, options))
+
+    @classmethod
     def predicted_wire_bytes(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> int | None:
@@ -138,6 +168,9 @@ class DeepSpeedZero(Implementation):
         named = dict(self.module.named_parameters())
         self.trained = {parameter.name: named[parameter.name] for parameter in trained}
         groups = decay_groups(trained, list(self.trained.values()), workload.training.weight_decay)
+        if zero_config.lends_in_backward(workload, options) and stage:
+            # As the engine does by itself, but where the memory instrument can tell what it allocates.
+            at_first_gradient(self.trained.values(), self._make_buckets)
         with library.Session(device, mesh.rank, layout.world_size) as self.session:
             make = library.cpu_adam if cpu_adam else torch_optimizer
             self.optimizer = make(workload.training, groups)
@@ -180,6 +213,10 @@ class DeepSpeedZero(Implementation):
         if self.stage == 3:
             self.engine.empty_partition_cache()
         return output
+
+    def _make_buckets(self) -> None:
+        with lending("communication_buffers"):
+            self.engine.optimizer.setup_buckets()
 
     def _loss_scale(self, batch: Batch, micro_batch: MicroBatch) -> float:
         if self.loss_scaling == "rank_mean":

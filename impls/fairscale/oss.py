@@ -4,7 +4,7 @@ it owns and broadcasts them (ZeRO stage 1: Rajbhandari et al. 2020, "ZeRO")."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.evaluation import evaluating, sum_losses
-from harness.implementation import EvaluationOutput, Implementation, StepOutput, phase
+from harness.implementation import EvaluationOutput, Implementation, Preparation, StepOutput, as_it_is, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import RecipeOptimizer
@@ -57,6 +57,12 @@ class FairScaleShardedOptimizer(Implementation):
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> Mapping[MemoryCategory, int] | None:
         return memory_bytes(workload, parameters, layout.data)
+
+    @classmethod
+    def dry_run_preparation(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Preparation:
+        return _with_gradients_twice if workload.training.num_micro_batches > 1 else as_it_is
 
     @classmethod
     def predicted_wire_bytes(
@@ -137,3 +143,18 @@ class FairScaleShardedOptimizer(Implementation):
             "gradients": self.optimizer.live_gradients(),
             "optimizer_states": [*self.optimizer.state_tensors(), *moments(self.optimizer.optimizer)],
         }
+
+
+def _with_gradients_twice(model: nn.Module, gradients: Mapping[str, Tensor]) -> Callable[[Tensor], None]:
+    """DDP moves the gradients of micro-batches without exchange into its buckets as the last backward makes them."""
+
+    def move(bucket_view: Tensor, parameter: Tensor) -> None:
+        parameter.grad = bucket_view
+
+    def find_others(loss: Tensor) -> None:
+        for name, parameter in model.named_parameters():
+            if name in gradients:
+                parameter.grad = torch.empty_like(parameter)
+                parameter.register_post_accumulate_grad_hook(partial(move, gradients[name]))
+
+    return find_others

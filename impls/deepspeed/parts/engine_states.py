@@ -32,7 +32,14 @@ def engine_states(engine: Any, optimizer: Optimizer) -> dict[MemoryCategory, Ite
             *_listed(engine.optimizer, _MASTERS),
             *(value for value in moments if isinstance(value, Tensor)),
         ],
+        "communication_buffers": _lasting_buckets(engine.optimizer),
     }
+
+
+def _lasting_buckets(optimizer: Any) -> Iterable[Tensor]:
+    """Stage 3 keeps its bucket; the others make theirs anew in each step."""
+    buckets = getattr(optimizer, "ipg_buckets", {}).values()
+    return (bucket.buffer for bucket in buckets if isinstance(bucket.buffer, Tensor))
 
 
 def masters_of(engine: Any, trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

@@ -72,6 +72,15 @@ def keeps_whole_fp32_gradients(workload: Workload, options: Mapping[str, Any]) -
     return options.get("stage", 1) == 1 and widens and not options.get("offload_optimizer")
 
 
+def lends_in_backward(workload: Workload, options: Mapping[str, Any]) -> bool:
+    """Whether it is known what a rank holds of gradients from moment to moment (zero_dry_run.py)."""
+    return (
+        options.get("stage", 1) < 3
+        and not options.get("offload_optimizer")
+        and not keeps_whole_fp32_gradients(workload, options)
+    )
+
+
 def may_leave_out_norm(workload: Workload, options: Mapping[str, Any]) -> bool:
     return (
         options.get("stage", 1) in (1, 2)

@@ -2,6 +2,10 @@
 
 Elements are flattened by decay group and padded to twice the number of ranks (stages 1, 2), or parameter by parameter
 to that number (stage 3). A reduce-scatter is an all-reduce on gloo.
+
+Gradients are those that outlive a backward, in stages 1 and 2 those of which this rank steps a part; buffers are the
+buckets. What comes and goes within one, zero_dry_run.py and zero_3_dry_run.py hold as it does: gradients on their way
+into a bucket, the copy in which they are summed, parameters that are gathered.
 """
 
 from __future__ import annotations
@@ -14,7 +18,10 @@ import torch
 from harness.layout import Layout
 from harness.parameters import LogicalParameter, MemoryCategory, all_reduce_wire_bytes, replicated_state_bytes
 from harness.workload import Workload
+from impls.deepspeed.parts.zero_3_dry_run import Gathering
 from impls.deepspeed.parts.zero_config import bucket_elements, keeps_gathered, keeps_whole_fp32_gradients
+from impls.deepspeed.parts.zero_dry_run import Reduction
+from impls.deepspeed.parts.zero_partition import decay_groups_of, padded_elements, partition_of
 
 _MASTER_BYTES = torch.float32.itemsize
 _PERSISTENT_ELEMENTS = 100_000
@@ -25,42 +32,83 @@ _PREFETCHED_ELEMENTS = 50_000_000
 def memory_bytes(
     workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
 ) -> dict[MemoryCategory, int] | None:
-    """Masters are fp32 copies whatever the precision. A bucket is allocated whole, and once more while it is reduced.
-    None where optimizer states leave the device, and where stage 3 does not hold all that it gathers."""
+    """Masters are fp32 copies whatever the precision. None where optimizer states leave the device, and where stage 3
+    does not hold all that it gathers."""
     stage, ranks = options.get("stage", 1), layout.data
     precision, num_moments = workload.precision, workload.training.num_moments
     if options.get("offload_optimizer"):
         return None
     states = replicated_state_bytes(parameters, precision, num_moments)
-    gradient_bytes, elements = _gradient_bytes(workload), _num_trained(parameters)
     if not stage:
-        return {**states, "communication_buffers": elements * gradient_bytes}
-    sharded = sum(_padded(group, ranks, stage) for group in _groups(parameters)) // ranks
-    masters = sharded * _MASTER_BYTES * (1 + num_moments)
-    bucket = bucket_elements(parameters, options) * gradient_bytes
+        return dict(states)
+    gradient_bytes, elements = _gradient_bytes(workload), _num_trained(parameters)
+    bucket = bucket_elements(parameters, options)
     if stage == 3:
         if elements > _PREFETCHED_ELEMENTS or not keeps_gathered(options):
             return None
+        sharded = sum(_padded_for_stage_3(parameters, ranks)) // ranks
         shards = sum(-(-parameter.num_elements // ranks) * parameter.dtype.itemsize for parameter in parameters)
+        persistent = sum(parameter.num_bytes for parameter in parameters if not _is_gathered(parameter, options))
         return {
-            "parameters": shards + states["parameters"],
+            "parameters": shards + persistent,
             "gradients": sharded * precision.gradient.itemsize,
-            "optimizer_states": masters,
-            "communication_buffers": 2 * bucket,
+            "optimizer_states": sharded * _MASTER_BYTES * (1 + num_moments),
+            "communication_buffers": bucket * gradient_bytes if options.get("contiguous_gradients", True) else 0,
         }
-    if keeps_whole_fp32_gradients(workload, options):
-        whole = elements * (precision.compute.itemsize + _MASTER_BYTES)
-        buffers = elements * gradient_bytes
-    else:
-        unreduced = max(0, elements * precision.gradient.itemsize - bucket) if stage == 1 else 0
-        whole = sharded * precision.gradient.itemsize + unreduced
-        buffers = 2 * bucket
-    return {
+    partition = partition_of(parameters, ranks)
+    found: dict[MemoryCategory, int] = {
         "parameters": states["parameters"],
-        "gradients": whole,
-        "optimizer_states": masters,
-        "communication_buffers": buffers,
+        "optimizer_states": sum(partition.sharded_elements) * _MASTER_BYTES * (1 + num_moments),
     }
+    if keeps_whole_fp32_gradients(workload, options):
+        found["gradients"] = elements * (precision.compute.itemsize + _MASTER_BYTES)
+        return found
+    reduction = reduction_of(workload, parameters, layout, options)
+    kept = partition.kept_elements(partition.largest_rank())
+    if stage == 1 and workload.training.num_micro_batches > 1:
+        kept = elements  # those of the first one find no room in the bucket
+    elif precision.gradient is not precision.compute:
+        kept = sum(partition.sharded_elements)
+    found["gradients"] = kept * gradient_bytes
+    buckets = reduction.num_buckets * reduction.bucket_elements if reduction.contiguous else 0
+    found["communication_buffers"] = buckets * precision.compute.itemsize
+    return found
+
+
+def reduction_of(
+    workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+) -> Reduction:
+    """What becomes of gradients in a backward of stage 0, 1 or 2."""
+    precision, stage = workload.precision, options.get("stage", 1)
+    overlaps = bool(options.get("overlap_comm"))
+    return Reduction(
+        stage=stage,
+        partition=partition_of(parameters, layout.data),
+        num_micro_batches=workload.training.num_micro_batches,
+        at_once=stage == 2 or (stage == 1 and overlaps),
+        num_buckets=2 if overlaps else 1,
+        bucket_elements=bucket_elements(parameters, options),
+        contiguous=options.get("contiguous_gradients", True),
+        scatters=options.get("reduce_scatter", True),
+        to_owners=not options.get("use_multi_rank_bucket_allreduce", True),
+        sum_dtype=precision.gradient,
+        kept_dtype=precision.gradient,
+        master_dtype=torch.float32,
+    )
+
+
+def gathering_of(
+    workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+) -> Gathering:
+    """What is gathered and summed in a micro-batch of stage 3."""
+    return Gathering(
+        gathered=[parameter for parameter in parameters if _is_gathered(parameter, options)],
+        trained=[parameter for parameter in parameters if parameter.trainable],
+        num_ranks=layout.data,
+        bucket_elements=bucket_elements(parameters, options),
+        scatters=options.get("reduce_scatter", True) or not options.get("contiguous_gradients", True),
+        sum_dtype=workload.precision.gradient,
+    )
 
 
 def wire_bytes(
@@ -77,11 +125,12 @@ def wire_bytes(
     if stage == 3:
         if keeps_gathered(options) and _num_trained(parameters) > _PREFETCHED_ELEMENTS:
             return None
-        sent = num_micro_batches * all_reduce_wire_bytes(_padded_bytes(parameters, ranks, workload), ranks)
+        padded = sum(_padded_for_stage_3(parameters, ranks))
+        sent = num_micro_batches * all_reduce_wire_bytes(padded * _gradient_bytes(workload), ranks)
         sent += _gathered_bytes(workload, parameters, ranks, options)
     else:
         sent = all_reduce_wire_bytes(summed, ranks) * (num_micro_batches if stage == 2 else 1)
-        padded = sum(_padded(group, ranks, stage) for group in _groups(parameters))
+        padded = sum(padded_elements(group, ranks) for group in decay_groups_of(parameters))
         sent += padded * workload.precision.compute.itemsize * (ranks - 1) // ranks
     return sent + _norm_bytes(workload, parameters, layout, options)
 
@@ -90,14 +139,18 @@ def _gathered_bytes(
     workload: Workload, parameters: Sequence[LogicalParameter], ranks: int, options: Mapping[str, Any]
 ) -> int:
     """Small parameters once, after the update; the others for every micro-batch, once more where they do not stay."""
-    given = options.get("stage3_param_persistence_threshold")
-    threshold = _PERSISTENT_ELEMENTS if given is None else given
     of_others = workload.training.num_micro_batches * (1 if keeps_gathered(options) else 2)
     total = 0
     for parameter in parameters:
-        times = 1 if parameter.num_elements <= threshold else of_others
+        times = of_others if _is_gathered(parameter, options) else 1
         total += times * (ranks - 1) * -(-parameter.num_elements // ranks) * parameter.dtype.itemsize
     return total
+
+
+def _is_gathered(parameter: LogicalParameter, options: Mapping[str, Any]) -> bool:
+    """Whether it is not whole between steps."""
+    given = options.get("stage3_param_persistence_threshold")
+    return parameter.num_elements > (_PERSISTENT_ELEMENTS if given is None else given)
 
 
 def _norm_bytes(
@@ -111,7 +164,7 @@ def _norm_bytes(
         return all_reduce_wire_bytes(torch.float32.itemsize, layout.data) if clips_by_hand else 0
     if keeps_whole_fp32_gradients(workload, options):
         return 0  # every rank has the whole gradient
-    num_groups = len(list(_groups(parameters)))
+    num_groups = len(list(decay_groups_of(parameters)))
     if stage == 3:
         return num_groups * all_reduce_wire_bytes(torch.float64.itemsize, layout.data)
     sent = num_groups * all_reduce_wire_bytes(torch.float32.itemsize, layout.data) if training.checks_norm else 0
@@ -128,18 +181,7 @@ def _num_trained(parameters: Sequence[LogicalParameter]) -> int:
     return sum(parameter.num_elements for parameter in parameters if parameter.trainable)
 
 
-def _groups(parameters: Sequence[LogicalParameter]) -> Iterator[list[LogicalParameter]]:
-    for decayed in (True, False):
-        group = [parameter for parameter in parameters if parameter.trainable and parameter.decayed is decayed]
-        if group:
-            yield group
-
-
-def _padded(group: Sequence[LogicalParameter], ranks: int, stage: int) -> int:
-    if stage == 3:
-        return sum(ranks * -(-parameter.num_elements // ranks) for parameter in group)
-    return 2 * ranks * -(-_num_trained(group) // (2 * ranks))
-
-
-def _padded_bytes(parameters: Sequence[LogicalParameter], ranks: int, workload: Workload) -> int:
-    return sum(_padded(group, ranks, 3) for group in _groups(parameters)) * _gradient_bytes(workload)
+def _padded_for_stage_3(parameters: Sequence[LogicalParameter], ranks: int) -> Iterator[int]:
+    for parameter in parameters:
+        if parameter.trainable:
+            yield ranks * -(-parameter.num_elements // ranks)

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from harness.layout import Layout
-from harness.measure import communication
+from harness.measure import communication, memory
 from harness.measure.memory import MemoryReport
-from harness.measure.predicted_memory import registry
+from harness.measure.predicted_memory import predicted, registry
 from impls.deepspeed.zero import DeepSpeedZero
 from tests.conftest import Instrumented, parity_case
 from tests.impls.test_figures import make_case, work_of
@@ -111,11 +111,57 @@ def test_bytes_sent_and_held_are_the_closed_form(
     sent = communication.summarise([answer["records"] for answer in answers])
     wire = DeepSpeedZero.predicted_wire_bytes(work, parameters, case.layout, options)
     assert sent["communication.bytes_per_step"] == wire
-    predicted = DeepSpeedZero.predicted_memory(work, parameters, case.layout, options)
-    assert predicted is not None
+    foreseen = DeepSpeedZero.predicted_memory(work, parameters, case.layout, options)
+    assert foreseen is not None
+    largest = {
+        category: max(report.largest_bytes[category] for report in reports)
+        for category in ("gradients", "optimizer_states", "communication_buffers")
+    }
     # Each of torch's optimizers keeps a step counter of four bytes for whatever it steps.
-    largest = max(report.largest_bytes["optimizer_states"] for report in reports)
-    assert 0 <= largest - predicted["optimizer_states"] <= 4 * len(parameters)
+    assert 0 <= largest["optimizer_states"] - foreseen["optimizer_states"] <= 4 * len(parameters)
+    assert largest["gradients"] == foreseen["gradients"]
+    assert largest["communication_buffers"] == foreseen.get("communication_buffers", 0)
+
+
+TINY = "gpt:size=tiny,text=stdlib,global_batch_size=8"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "workload", "precision", "options"),
+    [
+        (2, TINY, "fp32", {"stage": 0}),
+        (2, TINY, "fp32", {"stage": 1}),
+        (4, TINY, "fp32", {"stage": 1}),
+        (4, TINY, "fp32", {"stage": 2}),
+        (2, f"{TINY},num_micro_batches=2", "fp32", {"stage": 0}),
+        (2, f"{TINY},num_micro_batches=2", "fp32", {"stage": 1}),
+        (2, f"{TINY},num_micro_batches=2", "fp32", {"stage": 2}),
+        (2, "gpt:size=17m,global_batch_size=4", "fp32", {"stage": 1}),
+        (2, "gpt:size=17m,global_batch_size=4", "fp32", {"stage": 2}),
+        (2, "gpt:size=17m,global_batch_size=4", "fp32", {"stage": 3}),
+        (4, TINY, "fp32", {"stage": 3}),
+        (2, f"{TINY},num_micro_batches=2", "fp32", SHARDED),
+        (2, TINY, "bf16", {"stage": 0}),
+        (2, TINY, "bf16", {"stage": 1}),
+        (2, TINY, "bf16_fp32_gradients", {"stage": 2}),
+        (2, TINY, "fp32", {"stage": 1, "overlap_comm": True, "reduce_bucket_size": 10_000}),
+        (2, TINY, "fp32", {"stage": 2, "reduce_bucket_size": 10_000}),
+        (2, TINY, "fp32", {"stage": 2, "contiguous_gradients": False}),
+    ],
+    ids=str,
+)
+def test_the_peak_is_the_plan(
+    instrumented: Instrumented, world_size: int, workload: str, precision: str, options: dict[str, Any]
+) -> None:
+    case = make_case(NAME, world_size, workload, precision, **options)
+    reports: list[MemoryReport] = instrumented.adopt(case).command("build_and_measure_memory", num_steps=1)
+    measured = memory.combine(reports)
+    plan = predicted(work_of(case), DeepSpeedZero, case.layout, options)
+    assert measured["memory.peak_allocated_bytes.max_rank"] == pytest.approx(
+        plan["memory.predicted_peak_bytes"], rel=0.03
+    )
+    for category in ("gradient_bytes", "communication_buffer_bytes"):
+        assert measured[f"memory.{category}"] == plan.get(f"memory.predicted_{category}", 0)
 
 
 def test_null_and_delayed_steps_are_possible(instrumented: Instrumented) -> None:
