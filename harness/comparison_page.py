@@ -10,8 +10,9 @@ from typing import Any
 
 from harness.comparison import Comparison, Row, comparisons
 from harness.library_matrix import Line, matrix
+from harness.ratios import ratio_rows
 from harness.reasons import departures, measured_on, reasons
-from harness.report import Column, figure, unit_of
+from harness.report import RATIO_COLUMNS, RATIO_MEANING, Column, figure, ratio_groups, unit_of
 from harness.result import Result
 
 _MIB = 2**20
@@ -52,6 +53,8 @@ def page(results: Sequence[Result], *paths: Path) -> str:
     lines = [f"# {' and '.join(suites) or 'Cases'}: strategies compared", ""]
     if lines_of_matrix := matrix(results):
         lines += ["## Strategies and libraries", "", MATRIX_MEANING, "", *_matrix_table(lines_of_matrix), ""]
+    if timed := ratio_rows(results):
+        lines += ["## Timed in turns", "", RATIO_MEANING, "", *_ratio_tables(timed)]
     for comparison in comparisons(results):
         lines += [f"## {comparison.title}", "", *(f"- {text}" for text in sentences(comparison)), ""]
         lines += [*_table(columns(comparison), comparison.rows), ""]
@@ -234,6 +237,14 @@ def _matrix_table(lines: Sequence[Line]) -> list[str]:
         *(Column(header=name, cell=cell_of(name)) for name in names),
     )
     return _table(shown, lines)
+
+
+def _ratio_tables(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The ratio tables of the report, one for each strategy and work."""
+    lines = []
+    for title, members in ratio_groups(rows).items():
+        lines += [f"### {title}", "", *_table(RATIO_COLUMNS, members), ""]
+    return lines
 
 
 def _table(shown: Sequence[Column], rows: Sequence[Any]) -> list[str]:

@@ -229,3 +229,21 @@ def test_what_the_results_do_not_know_of_their_making_is_a_dash() -> None:
         "commit: -",
         "commands: `meshmark compare r`",
     ]
+
+
+def test_what_took_turns_has_its_ratios_and_their_spread() -> None:
+    ours, peer = (
+        result(
+            name,
+            role,
+            strategy="ddp",
+            metrics={"step.median_seconds": seconds},
+            samples={"step_seconds": [[seconds] * 4], "steps_per_round": 1},
+        )
+        for name, role, seconds in (("native.ddp", "subject", 0.3), ("torch.ddp", "peer", 0.4))
+    )
+    lines = page([FLOOR, ours, peer], Path("r")).splitlines()
+    assert "### ddp, gpt:size=17m, fp32" in lines
+    (row,) = (line for line in lines if line.startswith("| native.ddp | ours | 2 | 300 |"))
+    assert row == "| native.ddp | ours | 2 | 300 | - | torch.ddp | 0.75 | - | - | 0 | 4 | ok |"
+    assert "## Timed in turns" not in page([FLOOR, DATA_PARALLEL], Path("r"))
