@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness import implementation, models, suites, support
+from harness.typed_values import as_typed
 
 
 def suites_table() -> Table:
@@ -112,7 +113,7 @@ def _written(options: Mapping[str, Sequence[Any]]) -> str:
 def _word(value: Any) -> str:
     if value is inspect.Parameter.empty:
         return "(needed)"
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+    return as_typed(value)
 
 
 def _availability(missing: str | None) -> Text:

@@ -12,6 +12,7 @@ import torch
 from harness import implementation, models
 from harness.case import Case
 from harness.precision import PRECISIONS
+from harness.typed_values import quoted
 
 T = TypeVar("T")
 
@@ -92,7 +93,7 @@ def check_options(name: str, loaded: type[implementation.Implementation], option
     hints = models.annotations_of(loaded.__init__)
     for option, value in options.items():
         if option in hints and not allows(hints[option], value):
-            raise ValueError(f"option {option}: {name} expects {described(hints[option])}, got {value!r}")
+            raise ValueError(f"option {option}: {name} expects {described(hints[option])}, got {quoted(value)}")
     if missing := sorted(
         option for option, default in known.items() if default is inspect.Parameter.empty and option not in options
     ):

@@ -26,6 +26,7 @@ from harness.precision import PRECISIONS, Precision
 from harness.sequence_cuts import check_positions
 from harness.tensor_plan import TensorPlanner, check_divides, check_hooks, check_ties, resolve
 from harness.tensor_regions import check_regions
+from harness.typed_values import quoted
 
 OptimizerName = Literal["adamw", "sgd"]
 ScheduleName = Literal["constant", "linear", "cosine"]
@@ -98,7 +99,7 @@ class Training:
         for names, expected, is_valid in _RECIPE_CHECKS:
             for name in names.split():
                 if not is_valid(value := getattr(self, name)):
-                    raise ValueError(f"{name} must be {expected}, got {value!r}")
+                    raise ValueError(f"{name} must be {expected}, got {quoted(value)}")
         if self.num_micro_batches > self.global_batch_size:
             raise ValueError(
                 f"num_micro_batches must be at most global_batch_size, got {self.num_micro_batches} micro-batches "

@@ -32,6 +32,7 @@ FOR_IMPLEMENTATIONS = {
     "harness.overlaps",
     "harness.pipeline_marks",
     "harness.wire_bytes",
+    "harness.own_process",
 }
 FOR_SUITES = {"harness.case", "harness.layout", "harness.topology", "harness.workload"}
 FOR_DASHBOARDS = {"harness.tracking", "harness.result"}

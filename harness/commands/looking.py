@@ -12,11 +12,14 @@ from harness.commands.arguments import DirectoryArgument, bad_input, count
 
 def list_all(
     what: Annotated[
-        Literal["all", "suites", "implementations", "workloads"],
-        typer.Argument(metavar="[suites|implementations|workloads]", help="What to list; everything by default."),
+        Literal["all", "suites", "implementations", "workloads", "refusals"],
+        typer.Argument(
+            metavar="[suites|implementations|workloads|refusals]",
+            help="What to list; by default all but refusals, which are asked of every implementation.",
+        ),
     ] = "all",
 ) -> None:
-    """Show the suites, implementations and workloads there are, and what cannot run here and why."""
+    """Show the suites, implementations and workloads there are, what cannot run here and why, and what is refused."""
     from harness import catalogue, suite_run
 
     console = suite_run.console_here()
@@ -24,9 +27,12 @@ def list_all(
         console.print(catalogue.suites_table())
     if what in ("all", "implementations"):
         console.print(catalogue.implementations_table())
+    if what == "refusals":
         console.print(catalogue.refusals_table())
     if what in ("all", "workloads"):
         console.print(catalogue.workloads_table())
+    if what in ("all", "implementations"):
+        console.print(" which workloads an implementation refuses, and why: meshmark list refusals")
 
 
 def inspect(

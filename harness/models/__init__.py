@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from harness.loading import load_from_file
+from harness.typed_values import as_typed
 from harness.workload import TRAINING_OPTIONS, Training, Workload
 
 Builder = Callable[..., Workload]
@@ -82,12 +83,8 @@ def _split(text: str) -> tuple[str, str]:
 
 
 def _join(head: str, options: Mapping[str, Any]) -> str:
-    written = ",".join(f"{key}={_write_value(value)}" for key, value in options.items())
+    written = ",".join(f"{key}={as_typed(value)}" for key, value in options.items())
     return f"{head}:{written}" if written else head
-
-
-def _write_value(value: Any) -> str:
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def _parse(text: str) -> tuple[str, Builder, dict[str, Any]]:

@@ -35,7 +35,7 @@ from harness.workload import Batch, MicroBatch, Workload
 from impls.deepspeed.parts import library, zero_3_dry_run, zero_config, zero_costs, zero_dry_run
 from impls.deepspeed.parts.engine_config import engine_config
 from impls.deepspeed.parts.engine_states import engine_states, masters_of
-from impls.deepspeed.parts.first_gradient import at_first_gradient
+from impls.deepspeed.parts.first_gradient import at_first_gradient, gradients_come_late
 from impls.deepspeed.parts.whole_tensors import broadcast_buffers, whole_gradients, whole_parameters
 
 LossScaling = Literal["global_tokens", "rank_mean"]
@@ -96,6 +96,8 @@ class DeepSpeedZero(Implementation):
     def predicted_late_bytes(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> int:
+        if zero_config.keeps_whole_fp32_gradients(workload, options):
+            return zero_costs.low_precision_gradient_bytes(workload, parameters)
         if not zero_config.lends_in_backward(workload, options):
             return 0
         states = cls.predicted_memory(workload, parameters, layout, options) or {}
@@ -109,6 +111,8 @@ class DeepSpeedZero(Implementation):
             return partial(
                 zero_3_dry_run.prepare, gathering=zero_costs.gathering_of(workload, parameters, layout, options)
             )
+        if zero_config.keeps_whole_fp32_gradients(workload, options):
+            return gradients_come_late
         if not zero_config.lends_in_backward(workload, options):
             return as_it_is
         return partial(zero_dry_run.prepare, reduction=zero_costs.reduction_of(workload, parameters, layout, options))

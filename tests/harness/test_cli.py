@@ -68,7 +68,7 @@ def own():
         (["run"], "Missing argument 'SUITE'"),
         (["run", "smoke", "--no-such-option"], "No such option: --no-such-option"),
         (["walk"], "No such command 'walk'"),
-        (["list", "everything"], "Invalid value for '[suites|implementations|workloads]': 'everything' is not one of"),
+        (["list", "everything"], "[suites|implementations|workloads|refusals]': 'everything' is not one of"),
         (["run", "no_such_suite"], "suite 'no_such_suite': expected one of"),
         (["run", "no_such_file.py"], "expected an existing Python file"),
         (["report", "no_such_directory"], "expected a results directory with results.jsonl, found none"),
@@ -249,6 +249,7 @@ def test_list_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
         "native.ddp", "available", "reduction=all_reduce | ring", "convnet", "size=tiny | ", *suites.names()
     ):  # fmt: skip
         assert expected in output
+    assert "meshmark list refusals" in output  # which takes a while: every implementation is asked about every workload
 
 
 def test_inspect_shows_blocks_and_cut(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,10 @@ def test_a_right_case_passes() -> None:
         ({"precision": "fp8"}, "precision must be one of fp64, fp32, bf16, bf16_fp32_gradients, got 'fp8'"),
         ({"options": {"reducton": "ring"}}, "option reducton: native.ddp takes "),
         ({"options": {"reduction": "rign"}}, "option reduction: native.ddp expects one of all_reduce"),
+        (
+            {"options": {"transport": None}},
+            "native.ddp expects one of process_group, shared_memory, got none",
+        ),
         ({"options": {"bucket_bytes": "many"}}, "option bucket_bytes: native.ddp expects int, got 'many'"),
         ({"options": {"bucket_bytes": 0}}, "native.ddp: bucket_bytes must be at least 1, got 0"),
         (

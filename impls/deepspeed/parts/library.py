@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import json
 import os
 import re
 import shutil
-import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from harness.own_process import first_error
 from harness.workload import Training
 from impls.deepspeed.parts.build_locks import abandoned_lock
 
@@ -163,38 +161,5 @@ def _environment(device_type: str) -> dict[str, str]:
 
 
 def _first_error(program: str, timeout_seconds: float) -> str | None:
-    """What is wrong with a Python program, in one line, or None. It tells that itself: what is last on its standard
-    error may be anybody's."""
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _TELLING.format(program=textwrap.indent(program, "    "), told=_TOLD)],
-            env={**os.environ, **_environment(device_type)},
-            capture_output=True,
-            text=True,
-            timeout=timeout_seconds,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"it took more than {timeout_seconds:g} seconds"
-    told = [line.removeprefix(_TOLD) for line in done.stdout.splitlines() if line.startswith(_TOLD)]
-    if told:
-        return _one_line(json.loads(told[-1]))
-    return f"it ended with exit code {done.returncode}" if done.returncode else None
-
-
-_TOLD = "error: "
-_TELLING = """
-try:
-{program}
-except BaseException as error:
-    import json
-    print("\\n{told}" + json.dumps(f"{{type(error).__name__}}: {{error}}"), flush=True)
-    raise
-"""
-
-
-def _one_line(message: str) -> str:
-    """The first line; of a compiler's output, which begins with its command, the first that tells an error."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    return next((line for line in lines[1:] if re.search(r"error: |not found", line)), lines[0])
+    return first_error(program, timeout_seconds=timeout_seconds, environment=_environment(device_type))

@@ -23,13 +23,15 @@ from harness.parameters import LogicalParameter
 @dataclass(frozen=True, kw_only=True)
 class Gathering:
     """`gathered` are the parameters that are not whole between steps, `trained` those that get gradients, of which
-    `bucket_elements` are reduced together, in `sum_dtype`; with `scatters` in copies of them."""
+    `bucket_elements` are reduced together, in `sum_dtype`; with `scatters` in copies of them. The bucket is of that
+    dtype already; where there is none, gradients are cast to it one and all (`casts`)."""
 
     gathered: Sequence[LogicalParameter]
     trained: Sequence[LogicalParameter]
     num_ranks: int
     bucket_elements: int
     scatters: bool
+    casts: bool
     sum_dtype: torch.dtype
 
 
@@ -70,7 +72,7 @@ class GatheredInStep:
         sum_dtype, scatters = self._gathering.sum_dtype, self._gathering.scatters
         cast, by_rank = [], []
         for name in self._filling:
-            if sum_dtype != dtype:
+            if self._gathering.casts and sum_dtype != dtype:
                 cast.append(self._memory(self._elements[name], sum_dtype))
             if scatters:
                 by_rank.append(self._memory(self._padded(self._elements[name]), sum_dtype))

@@ -17,6 +17,7 @@ import torch
 
 from harness.layout import Layout
 from harness.parameters import LogicalParameter, MemoryCategory, all_reduce_wire_bytes, replicated_state_bytes
+from harness.wire_bytes import wire_bytes as wire_bytes_of
 from harness.workload import Workload
 from impls.deepspeed.parts.zero_3_dry_run import Gathering
 from impls.deepspeed.parts.zero_config import bucket_elements, keeps_gathered, keeps_whole_fp32_gradients
@@ -61,7 +62,7 @@ def memory_bytes(
         "optimizer_states": sum(partition.sharded_elements) * _MASTER_BYTES * (1 + num_moments),
     }
     if keeps_whole_fp32_gradients(workload, options):
-        found["gradients"] = elements * (precision.compute.itemsize + _MASTER_BYTES)
+        found["gradients"] = low_precision_gradient_bytes(workload, parameters) + elements * _MASTER_BYTES
         return found
     reduction = reduction_of(workload, parameters, layout, options)
     kept = partition.kept_elements(partition.largest_rank())
@@ -73,6 +74,11 @@ def memory_bytes(
     buckets = reduction.num_buckets * reduction.bucket_elements if reduction.contiguous else 0
     found["communication_buffers"] = buckets * precision.compute.itemsize
     return found
+
+
+def low_precision_gradient_bytes(workload: Workload, parameters: Sequence[LogicalParameter]) -> int:
+    """Of those that autograd makes, where DeepSpeed's bf16 optimizer adds them to whole fp32 ones and lets them go."""
+    return _num_trained(parameters) * workload.precision.compute.itemsize
 
 
 def reduction_of(
@@ -107,6 +113,7 @@ def gathering_of(
         num_ranks=layout.data,
         bucket_elements=bucket_elements(parameters, options),
         scatters=options.get("reduce_scatter", True) or not options.get("contiguous_gradients", True),
+        casts=not options.get("contiguous_gradients", True),
         sum_dtype=workload.precision.gradient,
     )
 
@@ -114,13 +121,13 @@ def gathering_of(
 def wire_bytes(
     workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
 ) -> int | None:
-    """None where what is sent follows from DeepSpeed's trace of modules, or from who owns a piece of a bucket."""
+    """None where what is sent follows from DeepSpeed's trace of modules, or from how its buckets are filled."""
     stage, ranks = options.get("stage", 1), layout.data
     num_micro_batches = workload.training.num_micro_batches
-    summed = _num_trained(parameters) * _gradient_bytes(workload)
     if not stage:
+        summed = _num_trained(parameters) * _gradient_bytes(workload)
         return all_reduce_wire_bytes(summed, ranks) + _norm_bytes(workload, parameters, layout, options)
-    if not options.get("use_multi_rank_bucket_allreduce", True) or options.get("zero_hpz_partition_size", 1) > 1:
+    if options.get("zero_hpz_partition_size", 1) > 1:
         return None
     if stage == 3:
         if keeps_gathered(options) and _num_trained(parameters) > _PREFETCHED_ELEMENTS:
@@ -129,10 +136,38 @@ def wire_bytes(
         sent = num_micro_batches * all_reduce_wire_bytes(padded * _gradient_bytes(workload), ranks)
         sent += _gathered_bytes(workload, parameters, ranks, options)
     else:
-        sent = all_reduce_wire_bytes(summed, ranks) * (num_micro_batches if stage == 2 else 1)
+        num_sums = num_micro_batches if stage == 2 else 1
+        reduced_to_owners = _reduced_to_owners(workload, parameters, layout, options)
+        if reduced_to_owners is None:
+            return None
+        sent = num_sums * reduced_to_owners
         padded = sum(padded_elements(group, ranks) for group in decay_groups_of(parameters))
         sent += padded * workload.precision.compute.itemsize * (ranks - 1) // ranks
     return sent + _norm_bytes(workload, parameters, layout, options)
+
+
+def _reduced_to_owners(
+    workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+) -> int | None:
+    """What sums of one backward cost the rank that sends most. An all-reduce of everything, or of each owner's part a
+    reduction to it; of several buckets gloo's cut of them matters, which is not foreseen."""
+    reduction = reduction_of(workload, parameters, layout, options)
+    elements, item_bytes = _num_trained(parameters), _gradient_bytes(workload)
+    if not (reduction.to_owners and reduction.scatters and reduction.contiguous):
+        return all_reduce_wire_bytes(elements * item_bytes, layout.data)
+    if reduction.bucket_elements < elements:
+        return None
+    owned = [0] * layout.data
+    for pieces in reduction.partition.pieces.values():
+        for piece in pieces:
+            owned[piece.owner] += piece.num_elements * item_bytes
+    return max(
+        sum(
+            wire_bytes_of("reduce", num_bytes, layout.data, "gloo", group_rank=rank, root=owner)
+            for owner, num_bytes in enumerate(owned)
+        )
+        for rank in range(layout.data)
+    )
 
 
 def _gathered_bytes(

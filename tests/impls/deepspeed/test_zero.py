@@ -91,6 +91,8 @@ def test_every_option_trains_the_same(worlds: Worlds, world_size: int, options: 
         (2, "awkward:kind=clipped", "bf16", {"stage": 1}),
         (4, "awkward:kind=unequal_tokens", "fp32", {"stage": 2, "reduce_bucket_size": 3000}),
         (4, "awkward:kind=clipped", "bf16", {"stage": 0}),
+        (2, "awkward:kind=clipped", "fp32", {"stage": 1, "use_multi_rank_bucket_allreduce": False}),
+        (4, "awkward:kind=unequal_tokens", "fp32", {"stage": 2, "use_multi_rank_bucket_allreduce": False}),
         (2, "awkward:kind=clipped", "bf16_fp32_gradients", {"stage": 1}),
         (2, "awkward:kind=clipped", "bf16_fp32_gradients", {"stage": 2}),
         (2, "awkward:kind=unequal_tokens", "fp32", {"stage": 3, "stage3_param_persistence_threshold": 300}),

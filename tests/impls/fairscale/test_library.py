@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,10 @@ from pathlib import Path
 import pytest
 
 from harness import implementation
+from harness.case import Case, Measurement, Suite
+from harness.layout import Layout
+from harness.progress import SilentProgress
+from harness.runner import run
 from impls.fairscale.parts import library
 
 NAMES = ("fairscale.oss", "fairscale.sharded_ddp", "fairscale.fsdp", "fairscale.pipe", "fairscale.tensor")
@@ -29,7 +34,8 @@ def imported() -> list[str]:
     return [name for name in sys.modules if name.partition(".")[0] == "fairscale"]
 
 
-def install(directory: Path, version: str, source: str) -> None:
+def pretend(directory: Path, version: str, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installs it where this process and those that it starts find it."""
     for name in ("", *library.MODULES):
         path = directory.joinpath("fairscale", *name.split("."))
         path.mkdir(parents=True)
@@ -37,6 +43,8 @@ def install(directory: Path, version: str, source: str) -> None:
     information = directory / f"fairscale-{version}.dist-info"
     information.mkdir()
     (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: fairscale\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(directory)
+    monkeypatch.setenv("PYTHONPATH", str(directory), prepend=os.pathsep)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -59,29 +67,39 @@ def test_says_that_it_is_missing() -> None:
             "print('welcome')\nraise AttributeError('no _six in torch\\nand more')",
             "fairscale 0.4.13 cannot be imported: AttributeError: no _six in torch",
         ),
-        ("0.4.13", "raise SystemExit('no GPU')", "fairscale 0.4.13 cannot be imported: SystemExit: no GPU"),
+        ("0.4.13", "import os\nos.abort()", "fairscale 0.4.13 cannot be imported: it was ended by SIGABRT"),
+        ("0.4.13", "import warnings\nprint('welcome')\nwarnings.warn('deprecated')", None),
     ],
 )
 def test_says_in_one_line_what_is_wrong_with_it(
     version: str,
     source: str,
-    reason: str,
+    reason: str | None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    install(tmp_path, version, source)
-    monkeypatch.syspath_prepend(tmp_path)
+    pretend(tmp_path, version, source, monkeypatch)
     assert library.why_unavailable.__wrapped__() == reason
-    assert capsys.readouterr() == ("", "")
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.usefixtures("hidden")
-def test_it_is_imported_without_a_word(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    install(tmp_path, "0.4.13", "import warnings\nprint('welcome')\nwarnings.warn('deprecated')")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert library.why_unavailable.__wrapped__() is None
-    assert {f"fairscale.{name}" for name in library.MODULES} <= set(imported())
-    assert capsys.readouterr() == ("", "")
+def test_cases_of_one_that_aborts_say_so_and_the_others_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked once, however many cases there are."""
+    asked = tmp_path / "asked"
+    pretend(tmp_path, "0.4.13", f"import os\nopen({str(asked)!r}, 'a').write('x')\nos.abort()", monkeypatch)
+    library.why_unavailable.cache_clear()
+    measurement = Measurement(parity_steps=0, warm_up_steps=0, timed_steps=1, communication_steps=0, memory_steps=0)
+    cases = [
+        Case(workload="awkward:kind=sgd", implementation=name, layout=Layout(data=ranks), measurement=measurement)
+        for name, ranks in (("fairscale.oss", 2), ("fairscale.sharded_ddp", 2), ("reference", 1))
+    ]
+    suite = Suite(name="aborting", description="", cases=tuple(cases))
+    try:
+        results = run(suite, tmp_path / "results", progress=SilentProgress())
+    finally:
+        library.why_unavailable.cache_clear()
+    assert [result.status for result in results] == ["unavailable", "unavailable", "ok"]
+    assert {result.reason for result in results[:2]} == {"fairscale 0.4.13 cannot be imported: it was ended by SIGABRT"}
+    assert asked.read_text() == "x"
