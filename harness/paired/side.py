@@ -8,6 +8,7 @@ import os
 import queue
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 from dataclasses import dataclass
@@ -90,9 +91,6 @@ class Side:
     def _ready(self) -> subprocess.Popen[str]:
         if self._process is not None and self._process.poll() is None:
             return self._process
-        behind = os.environ.get("PYTHONPATH")
-        path = os.pathsep.join([str(self.build.source), *([behind] if behind else [])])
-        environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": self._directory.name}
         with self._log.open("a") as log:
             # A session of its own: a Ctrl-C of the terminal comes here alone, and here it is passed on, once.
             self._process = subprocess.Popen(
@@ -101,12 +99,24 @@ class Side:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=environment,
+                env=self._environment(),
                 start_new_session=True,
             )
         self._answers = queue.Queue()
         threading.Thread(target=_pass_on, args=(self._process.stdout, self._answers), daemon=True).start()
         return self._process
+
+    def _environment(self) -> dict[str, str]:
+        """That of this process, where the build's code and commands come first; then those of this Python, whose
+        packages the build may use, and with them their commands (a compiler's ninja)."""
+        code = [str(self.build.source), os.environ.get("PYTHONPATH", "")]
+        commands = [str(python.parent) for python in (self.build.python, Path(sys.executable))]
+        return {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, code)),
+            "PATH": os.pathsep.join([*commands, os.environ.get("PATH", os.defpath)]),
+            "TMPDIR": self._directory.name,
+        }
 
     def _end(self) -> None:
         process, self._process = self._process, None
