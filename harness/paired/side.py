@@ -9,7 +9,6 @@ import queue
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +41,7 @@ class Side:
     def __init__(self, build: Build, *, device: str = "cpu") -> None:
         self.build = build
         self._device = device
-        self._directory = tempfile.TemporaryDirectory(prefix="mm-")  # short: sockets lie in it
+        build.scratch.mkdir(exist_ok=True)
         self._process: subprocess.Popen[str] | None = None
         self._answers: queue.Queue[str] = queue.Queue()
         self._num_timings = 0
@@ -54,14 +53,13 @@ class Side:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._end()
-        self._directory.cleanup()
 
     def time(self, case: Case) -> Timing:
         """The case, once, in fresh ranks."""
         self._num_timings += 1
         request = {
             "case": case.to_json(),
-            "directory": str(Path(self._directory.name) / str(self._num_timings)),
+            "directory": str(self.build.scratch / str(self._num_timings)),
             "device": self._device,
         }
         process = self._ready()
@@ -86,7 +84,7 @@ class Side:
 
     @property
     def _log(self) -> Path:
-        return Path(self._directory.name) / "session.log"
+        return self.build.scratch / "session.log"
 
     def _ready(self) -> subprocess.Popen[str]:
         if self._process is not None and self._process.poll() is None:
@@ -115,7 +113,7 @@ class Side:
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, code)),
             "PATH": os.pathsep.join([*commands, os.environ.get("PATH", os.defpath)]),
-            "TMPDIR": self._directory.name,
+            "TMPDIR": str(self.build.scratch),
         }
 
     def _end(self) -> None:

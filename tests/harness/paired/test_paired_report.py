@@ -21,8 +21,8 @@ from harness.paired.paired_run import timed_cases
 from harness.paired.side import Timing
 from harness.regression.paired_comparison import compare
 
-A = Build(name="main", commit="0123456789abcdef", source=Path(), python=Path())
-B = Build(name="fedcba98", commit="fedcba9876543210", source=Path(), python=Path())
+A = Build(name="main", commit="0123456789abcdef", source=Path(), python=Path(), scratch=Path())
+B = Build(name="fedcba98", commit="fedcba9876543210", source=Path(), python=Path(), scratch=Path())
 
 
 def case(implementation: str, layout: Layout | None = None, **fields: object) -> Case:
