@@ -69,6 +69,7 @@ def test_each_side_runs_its_own_code(project: Path, elsewhere: Path) -> None:
     assert slow > 1.4 * fast
 
 
+@pytest.mark.paired
 def test_a_build_that_cannot_train_says_why(project: Path, elsewhere: Path) -> None:
     (case,) = suites.load(str(suite_file(elsewhere, "native.ddp", timed_steps=5))).cases
     with builds.of_revisions(("base", "broken"), project, print) as (_, second), Side(second) as broken:
