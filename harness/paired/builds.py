@@ -28,12 +28,14 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """`python` runs the code below `source`. `name` is what was asked for, `commit` what it stands for."""
+    """`python` runs the code below `source`, and may write below `scratch`. `name` is what was asked for, `commit` what
+    it stands for."""
 
     name: str
     commit: str
     source: Path
     python: Path
+    scratch: Path
 
 
 @contextmanager
@@ -58,8 +60,8 @@ def of_revisions(revisions: tuple[str, str], repository: Path, tell: Tell) -> It
                 environments[wanted] = Environment.for_requirements(wanted, directory, tell)
             pythons.append(environments[wanted].python)
         first, second = (
-            Build(name=revision, commit=commit, source=source, python=python)
-            for revision, commit, source, python in zip(revisions, commits, sources, pythons, strict=True)
+            Build(name=revision, commit=commit, source=source, python=python, scratch=directory / letter)
+            for revision, commit, source, python, letter in zip(revisions, commits, sources, pythons, "ab", strict=True)
         )
         yield first, second
 
@@ -79,8 +81,9 @@ def of_peers(requirements: tuple[str, str], tell: Tell) -> Iterator[tuple[Build,
                 commit="",
                 source=source,
                 python=Environment.with_library(requirement, directory, source, tell).python,
+                scratch=directory / letter,
             )
-            for requirement in requirements
+            for requirement, letter in zip(requirements, "ab", strict=True)
         )
         yield first, second
 

@@ -8,7 +8,7 @@ import os
 import queue
 import signal
 import subprocess
-import tempfile
+import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,7 @@ class Side:
     def __init__(self, build: Build, *, device: str = "cpu") -> None:
         self.build = build
         self._device = device
-        self._directory = tempfile.TemporaryDirectory(prefix="mm-")  # short: sockets lie in it
+        build.scratch.mkdir(exist_ok=True)
         self._process: subprocess.Popen[str] | None = None
         self._answers: queue.Queue[str] = queue.Queue()
         self._num_timings = 0
@@ -53,14 +53,13 @@ class Side:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._end()
-        self._directory.cleanup()
 
     def time(self, case: Case) -> Timing:
         """The case, once, in fresh ranks."""
         self._num_timings += 1
         request = {
             "case": case.to_json(),
-            "directory": str(Path(self._directory.name) / str(self._num_timings)),
+            "directory": str(self.build.scratch / str(self._num_timings)),
             "device": self._device,
         }
         process = self._ready()
@@ -85,14 +84,11 @@ class Side:
 
     @property
     def _log(self) -> Path:
-        return Path(self._directory.name) / "session.log"
+        return self.build.scratch / "session.log"
 
     def _ready(self) -> subprocess.Popen[str]:
         if self._process is not None and self._process.poll() is None:
             return self._process
-        behind = os.environ.get("PYTHONPATH")
-        path = os.pathsep.join([str(self.build.source), *([behind] if behind else [])])
-        environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": self._directory.name}
         with self._log.open("a") as log:
             # A session of its own: a Ctrl-C of the terminal comes here alone, and here it is passed on, once.
             self._process = subprocess.Popen(
@@ -101,12 +97,24 @@ class Side:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=environment,
+                env=self._environment(),
                 start_new_session=True,
             )
         self._answers = queue.Queue()
         threading.Thread(target=_pass_on, args=(self._process.stdout, self._answers), daemon=True).start()
         return self._process
+
+    def _environment(self) -> dict[str, str]:
+        """That of this process, where the build's code and commands come first; then those of this Python, whose
+        packages the build may use, and with them their commands (a compiler's ninja)."""
+        code = [str(self.build.source), os.environ.get("PYTHONPATH", "")]
+        commands = [str(python.parent) for python in (self.build.python, Path(sys.executable))]
+        return {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, code)),
+            "PATH": os.pathsep.join([*commands, os.environ.get("PATH", os.defpath)]),
+            "TMPDIR": str(self.build.scratch),
+        }
 
     def _end(self) -> None:
         process, self._process = self._process, None

@@ -89,6 +89,7 @@ def to_json(checked: Check) -> dict[str, Any]:
                         "text": finding.text,
                         "shift": finding.shift,
                         "since": finding.since,
+                        "commits": list(finding.commits) if finding.commits else None,
                     }
                     for finding in case.findings
                 ],

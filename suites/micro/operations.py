@@ -87,9 +87,11 @@ def _all_reduce(group: dist.ProcessGroup, means: str, num_elements: int) -> tupl
             shared.release(0)
 
         shared.own(0).fill_(group.rank() + 1.0)
-        sum_shared()
-        shared.reclaim(0)
+        shared.publish(0)
+        shared.wait(0)
         _check(torch.cat([total for _, _, total in shared.sums(0)]), _total(group))
+        shared.release(0)
+        shared.reclaim(0)
         shared.own(0).zero_()
         return sum_shared, shared.close
     by = {

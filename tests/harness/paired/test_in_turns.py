@@ -23,7 +23,7 @@ class KnownSide:
     """A side whose every timing is known beforehand; both sides of a comparison write down who was asked for what."""
 
     def __init__(self, name: str, times: Callable[[Case, int], Timing], asked: list[tuple[str, str]]) -> None:
-        self.build = Build(name=name, commit="", source=Path(), python=Path())
+        self.build = Build(name=name, commit="", source=Path(), python=Path(), scratch=Path())
         self._times = times
         self._asked = asked
 

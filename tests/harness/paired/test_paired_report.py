@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,8 @@ from harness.paired.paired_run import timed_cases
 from harness.paired.side import Timing
 from harness.regression.paired_comparison import compare
 
-A = Build(name="main", commit="0123456789abcdef", source=Path(), python=Path())
-B = Build(name="fedcba98", commit="fedcba9876543210", source=Path(), python=Path())
+A = Build(name="main", commit="0123456789abcdef", source=Path(), python=Path(), scratch=Path())
+B = Build(name="fedcba98", commit="fedcba9876543210", source=Path(), python=Path(), scratch=Path())
 
 
 def case(implementation: str, layout: Layout | None = None, **fields: object) -> Case:
@@ -94,12 +95,10 @@ def test_json_keeps_every_time(tmp_path: Path) -> None:
     assert (data["red"], data["a"]["commit"], data["b"]["name"]) == (True, A.commit, "fedcba98")
 
 
-def test_the_store_has_one_run_for_it_that_is_no_night_of_any_case(
-    tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_store_has_one_run_for_it_that_is_no_night_of_any_case(tmp_path: Path, empty_store: Path) -> None:
     from harness.regression.history import from_store
 
-    uri = f"sqlite:///{empty_store}"
+    uri = f"sqlite:///{shutil.copy(empty_store, tmp_path / 'mlflow.db')}"
     found = run(SLOW, LOST)
     for expected in ("1 runs uploaded, 0 already there", "0 runs uploaded, 1 already there"):
         assert expected in tracking.send([paired_report.record(found)], kept=tmp_path, tracking_uri=uri).message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -68,6 +69,7 @@ def test_each_side_runs_its_own_code(project: Path, elsewhere: Path) -> None:
     assert slow > 1.4 * fast
 
 
+@pytest.mark.paired
 def test_a_build_that_cannot_train_says_why(project: Path, elsewhere: Path) -> None:
     (case,) = suites.load(str(suite_file(elsewhere, "native.ddp", timed_steps=5))).cases
     with builds.of_revisions(("base", "broken"), project, print) as (_, second), Side(second) as broken:
@@ -76,7 +78,8 @@ def test_a_build_that_cannot_train_says_why(project: Path, elsewhere: Path) -> N
     assert timing.reason == "broken: RuntimeError: broken on purpose"
 
 
-def test_ctrl_c_ends_everything(project: Path, elsewhere: Path) -> None:
+@pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.paired)])
+def test_whatever_ends_a_comparison_ends_its_ranks(project: Path, elsewhere: Path, how: signal.Signals) -> None:
     suite = suite_file(elsewhere, "native.ddp", timed_steps=5)
     temporary = elsewhere / "t"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}
@@ -89,14 +92,18 @@ def test_ctrl_c_ends_everything(project: Path, elsewhere: Path) -> None:
             if line.startswith("2/10"):
                 break
         children = descendants(process.pid)
-        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, how)
         process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == (130 if how == signal.SIGINT else -how)
     assert len(children) >= 2, "both sides were there"
     deadline = time.monotonic() + 20
     while any(Path(f"/proc/{pid}").exists() for pid in children) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert [pid for pid in children if Path(f"/proc/{pid}").exists()] == []
+    if how == signal.SIGKILL:  # nobody was left to clean up; the next comparison does
+        (site,) = temporary.glob("meshmark-compare-*")
+        shutil.rmtree(site)
+        git(project, "worktree", "prune")
     assert list(temporary.iterdir()) == []
 
 

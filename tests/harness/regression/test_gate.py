@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from harness import cli, tracking
+from harness import cli, suites, tracking
 from harness.case import Case
 from harness.layout import Layout
+from harness.regression import gate
 from harness.regression.history import from_results, from_store
 from harness.result import Result, append, read
 
@@ -84,7 +85,7 @@ def test_a_run_is_the_same_from_the_store_and_from_its_directory() -> None:
 
 def test_from_the_first_night_to_an_accepted_change(capsys: pytest.CaptureFixture[str]) -> None:
     first = uploaded(1)
-    assert cli.main(["check"]) == 0
+    assert cli.main(["check", "--confirm"]) == 0, "nothing is nominated"
     shown = capsys.readouterr().out
     assert "insufficient data" in shown
     assert "1 with exact figures that nothing is held against yet" in shown
@@ -139,3 +140,13 @@ def test_bad_input_is_one_line(arguments: list[str], expected: str, capsys: pyte
     captured = capsys.readouterr()
     assert expected in captured.err
     assert captured.err.count("\n") == 1
+
+
+def test_what_can_run_again_is_what_the_directory_or_the_suite_of_that_name_holds() -> None:
+    directory = results_of(1)
+    checked = gate.judged(suite_run=None, results=directory, accepted_directory=Path("accepted"))
+    (case,) = read(directory)
+    assert gate.cases_at_hand(checked, directory) == {case.case.id: case.case}
+    here = {case.id for case in suites.load("smoke").cases}
+    assert gate.cases_at_hand(checked, None).keys() == here
+    assert gate.cases_at_hand(replace(checked, suite="somebody-elses"), None) == {}

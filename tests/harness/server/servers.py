@@ -60,19 +60,22 @@ def postgres(directory: Path) -> Iterator[str]:
         [*initialise, "--auth", "scram-sha-256", "--no-sync"], check=True, capture_output=True, timeout=60, **given
     )
     settings = ("-c", "listen_addresses=127.0.0.1", "-c", "unix_socket_directories=", "-c", "fsync=off")
-    with subprocess.Popen(
-        [commands / "postgres", "-D", data, "-p", str(port), *settings],
-        stdout=subprocess.DEVNULL,
-        stderr=(directory.parent / "postgres.log").open("w"),
-        start_new_session=True,
-        **given,
-    ) as process:
+    with (
+        (directory.parent / "postgres.log").open("w") as log,
+        subprocess.Popen(
+            [commands / "postgres", "-D", data, "-p", str(port), *settings],
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            start_new_session=True,
+            **given,
+        ) as process,
+    ):
         try:
-            uri = f"postgresql://meshmark:{password}@127.0.0.1:{port}"
+            place = f"meshmark:{password}@127.0.0.1:{port}"
             _until(process, lambda: _answers(port))
             for database in ("tracking", "users"):
-                _create_database(f"{uri}/postgres", database)
-            yield uri
+                _create_database(f"postgresql://{place}/postgres", database)
+            yield f"postgresql+psycopg2://{place}"  # without the driver's name SQLAlchemy 2.1 looks for psycopg 3
         finally:
             process.send_signal(signal.SIGINT)  # a fast shutdown: it does not wait for clients
             try:
