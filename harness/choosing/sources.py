@@ -1,0 +1,65 @@
+"""Where results come from: directories that hold them, or the suite runs of a tracker."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness import tracking
+from harness.regression import history
+from harness.regression.history import CaseRun
+from harness.result import Result, read
+
+_RESULT = "result.json"
+
+
+def from_directories(directories: Iterable[Path]) -> list[Result]:
+    """The results of all of them. ValueError where one holds none."""
+    return [result for directory in directories for result in read(directory)]
+
+
+def from_store(suite_runs: Sequence[str], *, tracking_uri: str | None = None) -> list[Result]:
+    """The results of those suite runs; of the latest one of each suite where none is named. ValueError where there is
+    none, ConnectionError where the tracker cannot be read."""
+    runs = [run for run in tracking.read_runs(tracking_uri=tracking_uri) if case_id(run)]
+    wanted = list(suite_runs) or latest_of_each_suite(runs)
+    known = {suite_run(run) for run in runs}
+    for name in wanted:
+        if name not in known:
+            some = ", ".join(sorted(known, reverse=True)[:5]) or "none"
+            raise ValueError(f"--suite-run {name}: expected a suite run in MLflow, such as {some}")
+    if not wanted:
+        raise ValueError("expected a suite run in MLflow, found none: run a suite, or name --results")
+    chosen = [run["run_id"] for run in runs if suite_run(run) in wanted]
+    texts = tracking.read_artifacts(chosen, _RESULT, tracking_uri=tracking_uri)
+    return [Result.from_json(json.loads(text)) for text in texts.values()]
+
+
+def nights_from_directories(directories: Iterable[Path]) -> list[CaseRun]:
+    """Every case of each directory as a night of its history."""
+    return [run for directory in directories for run in history.from_results(read(directory), directory)]
+
+
+def nights_from_store(suites: Iterable[str], *, tracking_uri: str | None = None) -> list[CaseRun]:
+    """All that the tracker has of these suites."""
+    runs = (run for suite in suites for run in tracking.read_runs(suite=suite, tracking_uri=tracking_uri))
+    return history.from_store(runs)
+
+
+def latest_of_each_suite(runs: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The suite runs that began last."""
+    latest: dict[str, tuple[float, str]] = {}
+    for run in runs:
+        suite = str(run.get("tags.suite", ""))
+        latest[suite] = max(latest.get(suite, (0.0, "")), (run["started"], suite_run(run)))
+    return [name for _, name in latest.values()]
+
+
+def suite_run(run: Mapping[str, Any]) -> str:
+    return str(run.get(f"tags.{tracking.SUITE_RUN_TAG}", ""))
+
+
+def case_id(run: Mapping[str, Any]) -> str:
+    return str(run.get(f"tags.{tracking.CASE_ID_TAG}", ""))

@@ -1,0 +1,89 @@
+"""Commands from which people choose a strategy: choose, dashboard."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harness.commands.arguments import JsonOption, bad_input, count
+
+_SuiteRuns = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--suite-run",
+        metavar="ID",
+        help="A suite run in MLflow; may be repeated. Default: the latest of each suite.",
+        show_default=False,
+    ),
+]
+_Directories = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--results",
+        metavar="DIR",
+        help="A results directory instead of MLflow; may be repeated.",
+        show_default=False,
+    ),
+]
+
+
+def choose(
+    *,
+    devices: Annotated[int, count("How many devices there are.")],
+    memory: Annotated[str, typer.Option(metavar="BYTES", help="The memory of each: 24GiB, 512MiB.")],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="W",
+            help="A workload, or as much of it as tells it from the others: gpt:size=17m. Default: the only one there is.",
+            show_default=False,
+        ),
+    ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(metavar="P", help="fp32, bf16, ... Default: the only one there is.", show_default=False),
+    ] = None,
+    nodes: Annotated[int, count("How many nodes the devices are spread over.")] = 1,
+    link_mbits: Annotated[
+        float | None, typer.Option(metavar="MBITS", help="The rate of each node's link; unshaped by default.")
+    ] = None,
+    delay_ms: Annotated[float, typer.Option(metavar="MS", help="The delay between two nodes.")] = 0.0,
+    suite_run: _SuiteRuns = None,
+    results: _Directories = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Rank the strategies that fit: by measured speed, with memory, exposed communication, parity, and why.
+
+    [bold]meshmark choose --devices 4 --memory 24GiB --model gpt:size=17m[/]
+
+    [bold]meshmark choose --devices 4 --memory 200MiB --nodes 2 --link-mbits 200 --results results/topologies[/]
+
+    Where nothing was measured on so many devices, memory and bytes are predicted and marked so.
+    """
+    from harness import suite_run as runs
+    from harness.choosing import answer, sources
+    from harness.choosing.amounts import parse_bytes
+    from harness.choosing.candidates import Place
+    from harness.topology import Topology
+
+    with bad_input():
+        if devices < 1:
+            raise ValueError(f"--devices: expected at least 1, got {devices}")
+        Topology.of(devices, nodes, link_mbits=link_mbits, delay_ms=delay_ms)
+        found = sources.from_directories(results) if results else sources.from_store(suite_run or ())
+        said = answer.answer(
+            found,
+            model=model,
+            precision=precision,
+            place=Place(num_devices=devices, num_nodes=nodes, link_mbits=link_mbits, delay_ms=delay_ms),
+            memory_bytes=parse_bytes(memory),
+            on_progress=lambda text: print(text, file=sys.stderr),
+        )
+    if as_json:
+        print(json.dumps(answer.to_json(said), indent=1, allow_nan=False))
+    else:
+        runs.console_here().print(answer.table(said))
