@@ -1,5 +1,5 @@
 """What a checkout can do: `nox -s smoke`, `nox -s tests`, `nox -s lint`, `nox -s peers`, `nox -s sharding`,
-`nox -s baselines`, `nox -s slurm`, `nox -s conformance`.
+`nox -s baselines`, `nox -s slurm`, `nox -s browser`, `nox -s conformance`.
 
 All sessions share the virtual environment .venv, so torch is installed once; nox itself gives each session its own, so
 they run with `python=False` and name .venv's commands. It is installed again only when pyproject.toml or
@@ -22,7 +22,7 @@ nox.options.sessions = ["smoke", "tests", "lint"]
 
 ENVIRONMENT = Path(".venv")
 COMMANDS = ENVIRONMENT / "bin"
-EXTRAS = ("hf", "lint", "test")
+EXTRAS = ("browser", "dashboards", "hf", "lint", "test")
 # Each process begins with its own half of the tests, in order, so that neighbours share their worlds of ranks; whoever
 # is done first helps the other. One alone leaves processors idle: it waits for processes to start and for deadlines.
 SIDE_BY_SIDE = ("--numprocesses", "2", "--dist", "worksteal")
@@ -81,14 +81,17 @@ def slurm(session: nox.Session) -> None:
     """Ranks that torchrun's agents and a real Slurm of two nodes start, on this machine. Debian's packages are
     installed where root may; without them those tests are skipped and say so."""
     install(session)
-    apt = shutil.which("apt-get")
-    if apt and os.geteuid() == 0 and not shutil.which("slurmctld"):
-        session.run(apt, "update", "-qq", external=True, success_codes=[0, 100])
-        packages = ("slurmctld", "slurmd", "slurm-client", "munge")
-        session.run(
-            apt, "install", "-y", "-qq", "--no-install-recommends", *packages, external=True, success_codes=[0, 100]
-        )
+    install_debian(session, "slurmctld", "slurmctld", "slurmd", "slurm-client", "munge")
     session.run(f"{COMMANDS}/pytest", "-m", "cluster", *(session.posargs or ["tests/harness"]))
+
+
+@nox.session(python=False)
+def browser(session: nox.Session) -> None:
+    """Dashboards in a headless Chromium. Debian's is installed where root may; without one those tests are skipped and
+    say so."""
+    install(session)
+    install_debian(session, "chromium", "chromium")
+    session.run(f"{COMMANDS}/pytest", "-m", "browser", *(session.posargs or ["tests/dashboards"]))
 
 
 @nox.session(python=False)
@@ -113,6 +116,16 @@ def install(session: nox.Session) -> None:
     extras = ",".join(EXTRAS)
     session.run(str(python), "-m", "pip", "install", "-c", "constraints.txt", "-e", f".[{extras}]")
     stamp.write_text(wanted)
+
+
+def install_debian(session: nox.Session, program: str, *packages: str) -> None:
+    """Debian's packages, where `program` is missing and root may install them."""
+    apt = shutil.which("apt-get")
+    if apt and os.geteuid() == 0 and not shutil.which(program):
+        session.run(apt, "update", "-qq", external=True, success_codes=[0, 100])
+        session.run(
+            apt, "install", "-y", "-qq", "--no-install-recommends", *packages, external=True, success_codes=[0, 100]
+        )
 
 
 def install_peers(session: nox.Session) -> None:

@@ -134,9 +134,9 @@ def read_runs(
     experiment: str = EVERY_EXPERIMENT, *, suite: str | None = None, tracking_uri: str | None = None
 ) -> list[dict[str, Any]]:
     """Every complete run of the experiments whose name is like `experiment` (`%` stands for anything), the latest first
-    within each; with `suite` those of that suite only. Each run is flat: `experiment`, `run_id`, `run_name`, `status`
-    (MLflow's), `started` and `ended` (seconds since the epoch), and `tags.<name>`, `params.<name>`, `metrics.<name>` (a
-    series by its last value).
+    within each; with `suite` those of that suite only. Each run is flat: `experiment` and its `experiment_id`,
+    `run_id`, `run_name`, `status` (MLflow's), `started` and `ended` (seconds since the epoch), and `tags.<name>`,
+    `params.<name>`, `metrics.<name>` (a series by its last value).
 
     Empty while there is no store. ConnectionError if it cannot be read.
     """
@@ -148,7 +148,7 @@ def read_runs(
     try:
         with _client(uri) as client:
             return [
-                _flat(found.name, run)
+                _flat(found, run)
                 for found in _pages(client.search_experiments, filter_string=f"name LIKE '{experiment}'")
                 for run in _pages(client.search_runs, [found.experiment_id], filter_string=of_suite)
                 if COMPLETE_TAG in run.data.tags
@@ -214,9 +214,10 @@ def change_experiment_tags(
         raise ConnectionError(f"MLflow at {_shown(uri)} cannot be written: {_one_line(error)}") from error
 
 
-def _flat(experiment: str, run: Any) -> dict[str, Any]:
+def _flat(experiment: Any, run: Any) -> dict[str, Any]:
     return {
-        "experiment": experiment,
+        "experiment": experiment.name,
+        "experiment_id": experiment.experiment_id,
         "run_id": run.info.run_id,
         "run_name": run.info.run_name,
         "status": run.info.status,

@@ -125,9 +125,8 @@ def foreseen(
         if case is None:
             continue
         pipelined = case.layout.pipeline > 1 and work.training.num_micro_batches == 1
-        text = (
-            models.with_options(workload, num_micro_batches=_micro_batches(case, workload)) if pipelined else workload
-        )
+        micro_batches = {"num_micro_batches": _micro_batches(case, workload)} if pipelined else {}
+        text = models.with_options(workload, **micro_batches)
         case = replace(case, workload=text, precision=precision)
         on_progress(f"predicting {case.label} {case.layout}")
         found.append(_foreseen(case, setting.strategy, machine))

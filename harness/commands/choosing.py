@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+import webbrowser
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from harness.commands.arguments import JsonOption, bad_input, count
+from harness.commands.arguments import JsonOption, bad_input, count, warning_line
 
 _SuiteRuns = Annotated[
     list[str] | None,
@@ -39,13 +40,13 @@ def choose(
         str | None,
         typer.Option(
             metavar="W",
-            help="A workload, or as much of it as tells it from the others: gpt:size=17m. Default: the only one there is.",
+            help="A workload, or enough of it to tell it from the others: gpt:size=17m. Default: the only one.",
             show_default=False,
         ),
     ] = None,
     precision: Annotated[
         str | None,
-        typer.Option(metavar="P", help="fp32, bf16, ... Default: the only one there is.", show_default=False),
+        typer.Option(metavar="P", help="fp32, bf16, ... Default: the only one.", show_default=False),
     ] = None,
     nodes: Annotated[int, count("How many nodes the devices are spread over.")] = 1,
     link_mbits: Annotated[
@@ -87,3 +88,49 @@ def choose(
         print(json.dumps(answer.to_json(said), indent=1, allow_nan=False))
     else:
         runs.console_here().print(answer.table(said))
+
+
+def dashboard(
+    *,
+    suite_run: _SuiteRuns = None,
+    results: _Directories = None,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where to write the page.")] = Path("dashboard.html"),
+    open_it: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
+    predict: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="N",
+            help="Predict memory and bytes on so many devices, too; may be repeated, 0: not at all. Default: twice the "
+            "most that were measured.",
+            show_default=False,
+        ),
+    ] = None,
+    no_upload: Annotated[bool, typer.Option("--no-upload", help="Leave MLflow alone.")] = False,
+) -> None:
+    """Make the page from which people choose a strategy: one file, which needs no network.
+
+    [bold]meshmark dashboard --open[/]                                 the latest run of each suite in MLflow
+
+    [bold]meshmark dashboard --results results/a --results results/b[/]  several runs in one page
+    """
+    from harness.choosing import dashboards, sources
+
+    with bad_input():
+        if any(number < 0 for number in predict or ()):
+            raise ValueError(f"--predict: expected numbers of devices, got {' '.join(map(str, predict or ()))}")
+        if results:
+            found, nights = sources.from_directories(results), sources.nights_from_directories(results)
+        else:
+            found = sources.from_store(suite_run or ())
+            nights = sources.nights_from_store(dict.fromkeys(result.suite for result in found))
+        counts = None if predict is None else [number for number in predict if number]
+        predicted = dashboards.predictions(found, counts, lambda text: print(text, file=sys.stderr))
+        text = dashboards.made(found, nights, predicted)
+        out.write_text(text, encoding="utf-8")
+    print(f"{out}: {len(found)} cases")
+    if not no_upload:
+        with warning_line():
+            taken = dashboards.publish(text, {result.suite_run for result in found if result.suite_run})
+            print(f"in MLflow beside {', '.join(taken)}" if taken else "not in MLflow: none of its suite runs is there")
+    if open_it:
+        webbrowser.open(out.resolve().as_uri())
