@@ -24,6 +24,11 @@ def heading(words: str, note: str = "") -> Block:
     return {"kind": "heading", "text": words, "note": note}
 
 
+def more(words: str, *blocks: Block) -> Block:
+    """Blocks that are folded away under `words`; on paper they are unfolded."""
+    return {"kind": "more", "text": words, "blocks": list(blocks)}
+
+
 def missing(what: str, command: str) -> Block:
     """What is not known, and the command that would measure it."""
     return {"kind": "missing", "text": what, "command": command}

@@ -136,7 +136,7 @@ def _line(run: Run, most: float, *, has_nodes: bool) -> Mapping[str, Any]:
         *([cell(run.metric(_NODE), number(run.metric(_NODE), 1 / MIB))] if has_nodes else []),
         _share(run.metric(_BUSY), colour),
         _share(run.metric(_EXPOSED), colour),
-        cell(calls, number(calls)),
+        cell(calls, "-" if calls is None else f"{calls:,.0f}" if calls == int(calls) else number(calls)),
         cell(latencies, number(latencies)),
         greyed=run.result.status != "ok",
     )

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dashboards.blocks import Block, cell, column, figure, missing, plotly_text, row, table, text
+from dashboards.blocks import Block, cell, column, figure, missing, more, plotly_text, row, table, text
 from dashboards.data import Run, Study
 from harness.regression.change_points import segments
 from harness.regression.check import environment_changes
@@ -18,7 +18,7 @@ from harness.regression.time_history import MIN_NIGHTS, last_night
 
 TITLE = "History"
 _FEWEST = 3  # nights make a line
-_MOST_FIGURES = 12
+_MOST_FIGURES = 8  # before the others are folded away
 
 
 def blocks(study: Study) -> list[Block]:
@@ -44,9 +44,10 @@ def blocks(study: Study) -> list[Block]:
         _table(series),
         _canary(series),
     ]
-    made += [_figure(run, nights) for run, nights in series[:_MOST_FIGURES]]
-    if len(series) > _MOST_FIGURES:
-        made.append(text(f"{len(series) - _MOST_FIGURES} more cases are in the table alone.", quiet=True))
+    drawn = [_figure(run, nights) for run, nights in series]
+    made += drawn[:_MOST_FIGURES]
+    if rest := drawn[_MOST_FIGURES:]:
+        made.append(more(f"{len(rest)} more case{'s' if len(rest) > 1 else ''}", *rest))
     return made
 
 

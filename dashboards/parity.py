@@ -122,7 +122,7 @@ def _trace(run: Run, values: Sequence[float], floor: float) -> Mapping[str, Any]
     return {
         "type": "scatter",
         "mode": "lines+markers",
-        "name": f"{run.label}, {run.place}",
+        "name": f"{run.family} {run.strategy.replace('_', ' ')}",
         "x": list(range(len(finite))),
         "y": [max(value, floor) for value in finite],
         "line": {"color": f"@{run.strategy}", "dash": DASHES.get(run.family, "solid"), "width": 1.5},

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dashboards.blocks import SYMBOLS, Block, cell, column, figure, missing, plotly_text, row, table, text
+from dashboards.blocks import SYMBOLS, Block, cell, column, figure, missing, more, plotly_text, row, table, text
 from dashboards.data import Run, Study
 
 TITLE = "Pipeline"
+_MOST_FIGURES = 4  # before the others are folded away
 _COLOURS = {"F": "@forward", "B": "@backward", "I": "@backward", "W": "@weights"}
 _WORDS = {"F": "forward", "B": "backward", "I": "backward for inputs", "W": "backward for weights"}
 _SHARES = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # of a forward: theory's
@@ -35,6 +36,7 @@ class Box:
 
 def blocks(study: Study) -> list[Block]:
     runs = [run for run in study.runs if run.metric("pipeline.bubble_ratio") is not None]
+    runs.sort(key=lambda run: (run.place.num_devices, run.metric("pipeline.bubble_ratio") or 0.0))
     if not runs:
         return [missing("No pipeline of this work was measured that tells of its actions.", "meshmark run scaling")]
     made: list[Block] = [
@@ -45,10 +47,14 @@ def blocks(study: Study) -> list[Block]:
         ),
         _table(runs),
     ]
-    for run in sorted(runs, key=lambda run: (run.place.num_devices, run.metric("pipeline.bubble_ratio") or 0.0)):
-        measured = timeline(run)
-        if measured:
-            made.append(_figure(run, measured, theory(measured)))
+    drawn = [
+        _figure(run, measured, theory(measured))
+        for run in runs
+        if run.result.case.role != "floor" and (measured := timeline(run))
+    ]
+    made += drawn[:_MOST_FIGURES]
+    if rest := drawn[_MOST_FIGURES:]:
+        made.append(more(f"{len(rest)} more timeline{'s' if len(rest) > 1 else ''}", *rest))
     return made
 
 
@@ -193,7 +199,6 @@ def _table(runs: Sequence[Run]) -> Block:
     names = (
         "pipeline.bubble_ratio",
         "pipeline.replayed_bubble_ratio",
-        "pipeline.predicted_bubble_ratio",
     )
     return table(
         columns,
@@ -202,6 +207,7 @@ def _table(runs: Sequence[Run]) -> Block:
                 cell(run.label, colour=f"@{run.strategy}", mark=SYMBOLS.get(run.family, "circle")),
                 cell(run.place.num_devices),
                 *(_share(run.metric(name), run.strategy) for name in names),
+                _share(_in_theory(run), run.strategy),
                 cell(run.metric("pipeline.in_flight_micro_batches"), _count(run, "in_flight_micro_batches")),
                 cell(
                     run.metric("pipeline.predicted_in_flight_micro_batches"),
@@ -212,6 +218,14 @@ def _table(runs: Sequence[Run]) -> Block:
             for run in runs
         ],
     )
+
+
+def _in_theory(run: Run) -> float | None:
+    """The closed form's bubble, or that of the same actions in the same order."""
+    if (ratio := run.metric("pipeline.predicted_bubble_ratio")) is not None:
+        return ratio
+    ideal = theory(timeline(run))
+    return bubble(ideal) if ideal else None
 
 
 def _share(ratio: float | None, strategy: str) -> Mapping[str, Any]:

@@ -44,10 +44,18 @@ const BUILDERS = {
   figure: (block) => figureElement(block),
   table: (block) => tableElement(block),
   bars: (block) => barsElement(block),
+  more: (block) => moreElement(block),
 };
 
 function buildBlock(block) {
   return BUILDERS[block.kind](block);
+}
+
+/** What is there for those who ask for it. */
+function moreElement(block) {
+  const details = element("details", {}, element("summary", {}, block.text), ...block.blocks.map(buildBlock));
+  details.addEventListener("toggle", () => drawFigures());
+  return details;
 }
 
 function cellElement(cell, column, label) {

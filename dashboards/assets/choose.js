@@ -117,7 +117,13 @@ function scatter(ranking, bytes, unit) {
   const most = Math.max(...timed.map((one) => one.peak / 2 ** 20));
   const front = timed.filter((one) => one.front).sort((a, b) => a.peak - b.peak);
   const limit = bytes / 2 ** 20;
-  const right = Math.max(most * 1.08, Math.min(limit * 1.04, most * 1.3));
+  const least = Math.min(...timed.map((one) => one.peak / 2 ** 20));
+  const right = Math.max(most * 1.04, Math.min(limit * 1.04, most * 1.3));
+  // From zero, unless all of it would lie in a corner.
+  const left = least > 0.6 * most ? Math.max(0, Math.min(least, limit) - 0.25 * (right - least)) : 0;
+  const speeds = timed.map((one) => one.speed);
+  const bottom = Math.min(...speeds) > 0.6 * Math.max(...speeds) ? Math.min(...speeds) * 0.93 : 0;
+  const onTheRight = (one) => one.peak / 2 ** 20 > left + 0.55 * (right - left);
   const trace = {
     type: "scatter",
     mode: "markers",
@@ -144,14 +150,14 @@ function scatter(ranking, bytes, unit) {
     y: one.speed,
     text: escaped(one.label.length > 40 ? `${one.label.slice(0, 39)}…` : one.label),
     showarrow: false,
-    xanchor: one.peak / 2 ** 20 > 0.55 * right ? "right" : "left",
+    xanchor: onTheRight(one) ? "right" : "left",
     yanchor: "bottom",
-    xshift: one.peak / 2 ** 20 > 0.55 * right ? -4 : 4,
+    xshift: onTheRight(one) ? -4 : 4,
     yshift: 6,
     font: { color: fits(one) ? one.colour : "@faint", size: 12 },
   }));
   const shapes = [];
-  if (limit <= right) {
+  if (limit >= left && limit <= right) {
     shapes.push({ type: "line", x0: limit, x1: limit, yref: "paper", y0: 0, y1: 1, line: { color: "@bad", width: 1.5 } });
     annotations.push({ x: limit, yref: "paper", y: 1, text: "memory of a device", showarrow: false, xanchor: "right", yanchor: "bottom", font: { color: "@bad", size: 12 } });
   }
@@ -161,8 +167,8 @@ function scatter(ranking, bytes, unit) {
     note: "Up and to the left is better. On the dotted front nothing else is both faster and smaller; hollow marks do not fit, or train another model.",
     traces: [line, trace],
     layout: {
-      xaxis: { title: "peak memory of a device, MiB", rangemode: "tozero", range: [0, right] },
-      yaxis: { title: `${unit}/s`, rangemode: "tozero", range: [0, 1.12 * Math.max(...timed.map((one) => one.speed))], tickformat: "~s" },
+      xaxis: { title: "peak memory of a device, MiB", range: [left, right] },
+      yaxis: { title: `${unit}/s`, range: [bottom, bottom + 1.12 * (Math.max(...speeds) - bottom)], tickformat: "~s" },
       shapes,
       annotations,
     },

@@ -1,6 +1,7 @@
 // Figures: Plotly's, in the page's own type and colours, drawn when they are first seen and again when those change.
 "use strict";
 
+const MOST_LETTERS = 36; // of a name at the end of a line
 const figures = new Set(); // every one on the page: its element, its block and whether it is drawn
 
 function colourOf(name) {
@@ -36,6 +37,7 @@ function layoutOf(block, width) {
   const own = coloured(block.layout);
   const narrow = width < 560;
   const ends = block.traces.some((trace) => trace.label_last) && !narrow;
+  const longest = Math.max(0, ...block.traces.map((trace) => (trace.label_last || "").length));
   const layout = {
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)",
@@ -43,7 +45,7 @@ function layoutOf(block, width) {
     hoverlabel: { bgcolor: colourOf("@ink"), bordercolor: colourOf("@ink"), font: { color: colourOf("@ground"), size: 12 }, align: "left", namelength: -1 },
     hovermode: "closest",
     showlegend: false,
-    margin: { l: 48, r: ends ? 190 : 16, t: 22, b: 40 },
+    margin: { l: 48, r: ends ? 14 + Math.min(MOST_LETTERS, longest) * 6.6 : 16, t: 22, b: 40 },
     height: block.height,
     width,
     ...own,
@@ -80,7 +82,7 @@ function lastLabels(block, layout, height) {
     x: 1,
     xref: "paper",
     y: end.at,
-    text: escaped(end.text.length > 34 ? `${end.text.slice(0, 33)}…` : end.text),
+    text: escaped(end.text.length > MOST_LETTERS ? `${end.text.slice(0, MOST_LETTERS - 1)}…` : end.text),
     showarrow: false,
     xanchor: "left",
     xshift: 8,

@@ -91,6 +91,7 @@ function printing() {
   addEventListener("beforeprint", () => {
     theme = root.dataset.theme;
     setTheme("light");
+    for (const details of document.querySelectorAll("details")) details.open = true;
     drawFigures({ again: true, width: 680 });
   });
   addEventListener("afterprint", () => {

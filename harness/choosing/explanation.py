@@ -86,21 +86,17 @@ def _timed(members: Sequence[Candidate]) -> list[Candidate]:
 def _lead(group: Group) -> str:
     """What the fastest has over the next one of another strategy."""
     first = group.fitting[0]
-    other = next((one for one in _timed(group.fitting) if one.strategy != first.strategy), None)
-    if other is None:
-        return ""
+    others = _timed(group.fitting)[1:]
+    other = next((one for one in others if one.strategy != first.strategy), others[0])
     return _less_waiting(first, other)
 
 
 def _less_waiting(first: Candidate, other: Candidate) -> str:
-    if first.exposed_ratio is not None and other.exposed_ratio is not None:
-        if other.exposed_ratio - first.exposed_ratio > _CLEARLY:
-            return (
-                f": waits {percent(first.exposed_ratio)} of a step for communication, {other.label} "
-                f"{percent(other.exposed_ratio)}"
-            )
-        if first.exposed_ratio - other.exposed_ratio > _CLEARLY and other.bubble_ratio:
-            return f": {other.label} idles {percent(other.bubble_ratio)} of a step in its bubble"
+    own, others = first.exposed_ratio, other.exposed_ratio
+    if own is not None and others is not None and others - own > _CLEARLY:
+        return f": waits {percent(own)} of a step for communication, {other.label} {percent(others)}"
+    if (other.bubble_ratio or 0.0) - (first.bubble_ratio or 0.0) > _CLEARLY:
+        return f": {other.label} idles {percent(other.bubble_ratio or 0.0)} of a step in its bubble"
     return ""
 
 
