@@ -121,10 +121,12 @@ def studies(
     for result in latest.values():
         key = (work_of(result.case.workload), result.case.precision, _machine(result))
         groups.setdefault(key, []).append(result)
-    made = []
+    made: list[Study] = []
     for (work, precision, machine), members in groups.items():
         own = [one for one in found.values() if (one.work, one.precision, one.machine) == (work, precision, machine)]
         own += [one for one in predicted if (one.work, one.precision, one.machine) == (work, precision, machine)]
+        if not own:
+            continue  # floors alone
         ids = {result.case.id for result in members}
         made.append(
             Study(

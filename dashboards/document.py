@@ -61,7 +61,7 @@ def _study(study: Study, found: Sequence[Study]) -> Mapping[str, Any]:
         "title": study.title,
         "machine": study.machine,
         "choose": choose.choices(study),
-        "pages": [page.blocks(study, alike) if page is scaling else page.blocks(study) for page in _PAGES],  # type: ignore[operator]
+        "pages": [page.blocks(study, alike) if page is scaling else page.blocks(study) for page in _PAGES],
     }
 
 

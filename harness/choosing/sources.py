@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ from harness.regression.history import CaseRun
 from harness.result import Result, read
 
 _RESULT = "result.json"
+_MACHINE = "machine_fingerprint"
 
 
 def from_directories(directories: Iterable[Path]) -> list[Result]:
     """The results of all of them. ValueError where one holds none."""
-    return [result for directory in directories for result in read(directory)]
+    return on_their_machines(result for directory in directories for result in read(directory))
 
 
 def from_store(suite_runs: Sequence[str], *, tracking_uri: str | None = None) -> list[Result]:
@@ -34,7 +36,19 @@ def from_store(suite_runs: Sequence[str], *, tracking_uri: str | None = None) ->
         raise ValueError("expected a suite run in MLflow, found none: run a suite, or name --results")
     chosen = [run["run_id"] for run in runs if suite_run(run) in wanted]
     texts = tracking.read_artifacts(chosen, _RESULT, tracking_uri=tracking_uri)
-    return [Result.from_json(json.loads(text)) for text in texts.values()]
+    return on_their_machines(Result.from_json(json.loads(text)) for text in texts.values())
+
+
+def on_their_machines(results: Iterable[Result]) -> list[Result]:
+    """A case that never started tells of no machine: it is put on the one where the others of its suite run ran."""
+    found = list(results)
+    machines = {r.suite_run: r.environment[_MACHINE] for r in found if _MACHINE in r.environment}
+    return [
+        r
+        if _MACHINE in r.environment or r.suite_run not in machines
+        else replace(r, environment={**r.environment, _MACHINE: machines[r.suite_run]})
+        for r in found
+    ]
 
 
 def nights_from_directories(directories: Iterable[Path]) -> list[CaseRun]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -77,13 +78,13 @@ def test_a_device_of_exactly_the_peak_holds_it() -> None:
         (
             30,
             "native.zero stage=2",
-            "Uncut it would need 44.0 MiB; optimizer states 20.0 -> 10.0 MiB and gradients 10.0 -> 5.00 MiB make it fit.",
+            "44.0 MiB; optimizer states 20.0 -> 10.0 MiB and gradients 10.0 -> 5.00 MiB make it fit.",
         ),
         (
             25,
             "native.zero stage=3",
-            "The only one that fits. Uncut it would need 44.0 MiB; optimizer states 20.0 -> 10.0 MiB, gradients 10.0 -> "
-            "5.00 MiB and parameters 10.0 -> 5.00 MiB make it fit.",
+            "The only one that fits. Uncut it would need 44.0 MiB; optimizer states 20.0 -> 10.0 MiB, gradients 10.0 "
+            "-> 5.00 MiB and parameters 10.0 -> 5.00 MiB make it fit.",
         ),
         (40, "native.ddp", "Needs 44.0 MiB on a device."),
         (100, "deepspeed.zero", "Trains another model: every gradient is 2 x the right one"),
@@ -132,7 +133,7 @@ def test_between_two_thresholds_every_memory_has_the_same_ranking() -> None:
         members = [one for one in everything if situation_of(one) == situation]
         limits = thresholds(members, ALONE)
         stored = [_dump(rank(members, memory, ALONE)) for memory in (0.0, *limits)]
-        assert all(before != after for before, after in zip(stored, stored[1:], strict=False))
+        assert all(before != after for before, after in itertools.pairwise(stored))
         for memory in (1.0, *(limit + offset for limit in limits for offset in (-1.0, 0.0, 0.5, 1.0)), 1e12):
             assert _dump(rank(members, memory, ALONE)) == stored[interval(limits, memory)]
 
