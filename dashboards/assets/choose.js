@@ -123,7 +123,11 @@ function scatter(ranking, bytes, unit) {
   const left = least > 0.6 * most ? Math.max(0, Math.min(least, limit) - 0.25 * (right - least)) : 0;
   const speeds = timed.map((one) => one.speed);
   const bottom = Math.min(...speeds) > 0.6 * Math.max(...speeds) ? Math.min(...speeds) * 0.93 : 0;
-  const onTheRight = (one) => one.peak / 2 ** 20 > left + 0.55 * (right - left);
+  const room = Math.min(innerWidth, 1120) - 100;
+  const letters = room < 460 ? 26 : 44;
+  const name = (one) => (one.label.length > letters ? `${one.label.slice(0, letters - 1)}…` : one.label);
+  // Towards the side where there is room for it.
+  const onTheRight = (one) => ((one.peak / 2 ** 20 - left) / (right - left)) * room + 6.6 * name(one).length > room;
   const trace = {
     type: "scatter",
     mode: "markers",
@@ -133,6 +137,7 @@ function scatter(ranking, bytes, unit) {
       size: timed.map((one) => (one.front ? 12 : 9)),
       symbol: timed.map((one) => (fits(one) ? one.mark : `${one.mark}-open`)),
       color: timed.map((one) => (fits(one) ? one.colour : "@faint")),
+      opacity: 1,
     },
     text: timed.map((one) => escaped(`${one.label}\n${one.why}`).replace(/(.{1,60})(\s|$)/g, "$1<br>")),
     hovertemplate: `%{text}%{x:.4~g} MiB, %{y:.4~g} ${unit}/s<extra></extra>`,
@@ -148,7 +153,7 @@ function scatter(ranking, bytes, unit) {
   const annotations = front.map((one) => ({
     x: one.peak / 2 ** 20,
     y: one.speed,
-    text: escaped(one.label.length > 40 ? `${one.label.slice(0, 39)}…` : one.label),
+    text: escaped(name(one)),
     showarrow: false,
     xanchor: onTheRight(one) ? "right" : "left",
     yanchor: "bottom",

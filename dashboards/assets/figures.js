@@ -95,7 +95,7 @@ function escaped(text) {
 }
 
 function legendElement(block) {
-  const legend = element("div", { class: "legend" });
+  const legend = element("div", { class: block.traces.some((trace) => trace.label_last) ? "legend at-ends" : "legend" });
   const seen = new Set();
   for (const trace of block.traces) {
     if (trace.showlegend === false || !trace.name || seen.has(trace.name)) continue;
