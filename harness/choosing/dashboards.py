@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from harness import tracking
+from harness.choosing import tracker_views
 from harness.choosing.candidates import Candidate, Place, candidates
 from harness.choosing.predictions import Setting, foreseen, settings_in
 from harness.choosing.sources import case_id, suite_run
@@ -67,30 +68,41 @@ def _best_settings(results: Sequence[Result], own: Sequence[Candidate]) -> list[
 
 
 def publish(text: str, suite_run_ids: Iterable[str], *, tracking_uri: str | None = None) -> list[str]:
-    """Lays the dashboard beside each of these suite runs' other artifacts and links it from the description of every
-    experiment that has cases of them; the suite runs that took it. ConnectionError if the store does not."""
+    """Lays the dashboard beside each of these suite runs' other artifacts; every experiment that has cases of them gets
+    the view for choosing, and a link to both in its description. The suite runs that took it. ConnectionError if the
+    store does not."""
     wanted = set(suite_run_ids)
     runs = [run for run in tracking.read_runs(tracking_uri=tracking_uri) if suite_run(run) in wanted]
     of_suites = [run for run in runs if not case_id(run)]
     for run in of_suites:
         tracking.log_artifact(run["run_id"], ARTIFACT, text, tracking_uri=tracking_uri)
-    if of_suites:
-        latest = max(of_suites, key=lambda run: run["started"])
-        names = {run["experiment"] for run in runs}
+    if not of_suites:
+        return []
+    latest = max(of_suites, key=lambda run: run["started"])
 
-        def link(experiment_id: str, name: str, tags: Mapping[str, str]) -> Mapping[str, str]:
-            if name not in names:
-                return {}
-            return {_NOTE: described(tags.get(_NOTE, ""), latest)}
+    def linked(experiment_id: str, name: str, tags: Mapping[str, str]) -> Mapping[str, str]:
+        own = [run for run in runs if run["experiment"] == name]
+        if not own:
+            return {}
+        note = described(tags.get(_NOTE, ""), latest, experiment_id if name != latest["experiment"] else None)
+        has_cases = any(case_id(run) for run in own)
+        return {
+            _NOTE: note,
+            **({tracker_views.TAG: tracker_views.view(tracker_views.unit_of(own))} if has_cases else {}),
+        }
 
-        tracking.change_experiment_tags(link, tracking_uri=tracking_uri)
+    tracking.change_experiment_tags(linked, tracking_uri=tracking_uri)
     return [suite_run(run) for run in of_suites]
 
 
-def described(note: str, run: Mapping[str, Any]) -> str:
-    """An experiment's description with the link in its place; what people wrote around it stays."""
+def described(note: str, run: Mapping[str, Any], experiment_id: str | None) -> str:
+    """An experiment's description with the links in their place; what people wrote around them stays. `run` has the
+    dashboard; `experiment_id` is of the experiment that has the view."""
     own = re.sub(re.escape(_BEGIN) + ".*?" + re.escape(_END), "", note, flags=re.DOTALL).strip()
     where = f"#/experiments/{run['experiment_id']}/runs/{run['run_id']}/artifacts/{ARTIFACT}"
     shown = re.sub(r"[\[\]()<>`*_\\]", " ", suite_run(run))
-    link = f"{_BEGIN}\n[Dashboard of {shown}]({where}): which strategy to choose.\n{_END}"
-    return f"{own}\n\n{link}" if own else link
+    links = f"[Dashboard of {shown}]({where}): which strategy to choose."
+    if experiment_id is not None:
+        links += f" [Table and charts](#/experiments/{experiment_id}/runs?viewStateShareKey={tracker_views.KEY})"
+    block = f"{_BEGIN}\n{links}\n{_END}"
+    return f"{own}\n\n{block}" if own else block
