@@ -52,7 +52,11 @@ def predictions(
         settings = _best_settings(results, own)
         for count in counts:
             if (place := Place(num_devices=count)) not in known:
-                found += foreseen(work, precision, machine, place, settings, on_progress=on_progress)
+                try:
+                    found += foreseen(work, precision, machine, place, settings, on_progress=on_progress)
+                except (ValueError, OSError) as error:  # a workload whose file is not here
+                    on_progress(f"no predictions for {work}: {' '.join(str(error).split())}")
+                    break
     return found
 
 

@@ -138,11 +138,24 @@ def _micro_batches(case: Case, workload: str) -> int:
     return min(models.load(workload).training.global_batch_size, 4 * case.layout.pipeline)
 
 
+def _loaded(name: str) -> tuple[type[implementation.Implementation] | None, str]:
+    """The implementation, or why it cannot be used here."""
+    try:
+        kind = implementation.load(name)
+        missing = kind.unavailable()
+    except Exception as error:  # whatever a third-party library raises while it is imported
+        missing = f"{type(error).__name__}: {error}"
+        return None, missing
+    return (None, missing) if missing else (kind, "")
+
+
 def _foreseen(case: Case, strategy: str, machine: str) -> Candidate:
-    kind = implementation.load(case.implementation)
-    workload = in_precision(models.load(case.workload), case.precision)
     status, reason, metrics = "ok", "", {}
-    if refusal := kind.unsupported(workload, case.layout, _CPU, case.options):
+    workload = in_precision(models.load(case.workload), case.precision)
+    kind, missing = _loaded(case.implementation)
+    if kind is None:
+        status, reason = "unavailable", missing
+    elif refusal := kind.unsupported(workload, case.layout, _CPU, case.options):
         status, reason = "unsupported", refusal
     else:
         metrics = predicted(workload, kind, case.layout, case.options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,14 @@ def from_directories(directories: Iterable[Path]) -> list[Result]:
     return on_their_machines(result for directory in directories for result in read(directory))
 
 
-def from_store(suite_runs: Sequence[str], *, tracking_uri: str | None = None) -> list[Result]:
-    """The results of those suite runs; of the latest one of each suite where none is named. ValueError where there is
-    none, ConnectionError where the tracker cannot be read."""
-    runs = [run for run in tracking.read_runs(tracking_uri=tracking_uri) if case_id(run)]
+def case_runs_in_store() -> list[dict[str, Any]]:
+    """Every case that the tracker has. ConnectionError if it cannot be read."""
+    return [run for run in tracking.read_runs() if case_id(run)]
+
+
+def from_store(runs: Sequence[Mapping[str, Any]], suite_runs: Sequence[str] = ()) -> list[Result]:
+    """The results of those suite runs among the tracker's `runs`; of the latest one of each suite where none is named.
+    ValueError where there is none, ConnectionError where the tracker cannot be read."""
     wanted = list(suite_runs) or latest_of_each_suite(runs)
     known = {suite_run(run) for run in runs}
     for name in wanted:
@@ -35,7 +39,7 @@ def from_store(suite_runs: Sequence[str], *, tracking_uri: str | None = None) ->
     if not wanted:
         raise ValueError("expected a suite run in MLflow, found none: run a suite, or name --results")
     chosen = [run["run_id"] for run in runs if suite_run(run) in wanted]
-    texts = tracking.read_artifacts(chosen, _RESULT, tracking_uri=tracking_uri)
+    texts = tracking.read_artifacts(chosen, _RESULT)
     return on_their_machines(Result.from_json(json.loads(text)) for text in texts.values())
 
 
@@ -56,10 +60,9 @@ def nights_from_directories(directories: Iterable[Path]) -> list[CaseRun]:
     return [run for directory in directories for run in history.from_results(read(directory), directory)]
 
 
-def nights_from_store(suites: Iterable[str], *, tracking_uri: str | None = None) -> list[CaseRun]:
-    """All that the tracker has of these suites."""
-    runs = (run for suite in suites for run in tracking.read_runs(suite=suite, tracking_uri=tracking_uri))
-    return history.from_store(runs)
+def nights_from_store(runs: Iterable[Mapping[str, Any]], suites: Collection[str]) -> list[CaseRun]:
+    """All that the tracker's `runs` have of these suites."""
+    return history.from_store(run for run in runs if run.get("tags.suite") in suites)
 
 
 def latest_of_each_suite(runs: Iterable[Mapping[str, Any]]) -> list[str]:

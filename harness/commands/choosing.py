@@ -75,7 +75,11 @@ def choose(
         if devices < 1:
             raise ValueError(f"--devices: expected at least 1, got {devices}")
         Topology.of(devices, nodes, link_mbits=link_mbits, delay_ms=delay_ms)
-        found = sources.from_directories(results) if results else sources.from_store(suite_run or ())
+        found = (
+            sources.from_directories(results)
+            if results
+            else sources.from_store(sources.case_runs_in_store(), suite_run or ())
+        )
         said = answer.answer(
             found,
             model=model,
@@ -121,8 +125,9 @@ def dashboard(
         if results:
             found, nights = sources.from_directories(results), sources.nights_from_directories(results)
         else:
-            found = sources.from_store(suite_run or ())
-            nights = sources.nights_from_store(dict.fromkeys(result.suite for result in found))
+            runs = sources.case_runs_in_store()
+            found = sources.from_store(runs, suite_run or ())
+            nights = sources.nights_from_store(runs, {result.suite for result in found})
         counts = None if predict is None else [number for number in predict if number]
         predicted = dashboards.predictions(found, counts, lambda text: print(text, file=sys.stderr))
         text = dashboards.made(found, nights, predicted)

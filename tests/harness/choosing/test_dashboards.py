@@ -62,11 +62,13 @@ def test_results_come_back_from_the_store_as_they_were(here: Path) -> None:
     def ordered(results: list[object]) -> list[str]:
         return sorted(json.dumps(one.to_json(), sort_keys=True) for one in results)  # type: ignore[attr-defined]
 
-    assert ordered(list(sources.from_store(()))) == ordered(list(sources.on_their_machines(read(here))))
+    assert ordered(list(sources.from_store(sources.case_runs_in_store()))) == ordered(
+        list(sources.on_their_machines(read(here)))
+    )
     with pytest.raises(
         ValueError, match=r"--suite-run other: expected a suite run in MLflow, such as sharding-20300101"
     ):
-        sources.from_store(["other"])
+        sources.from_store(sources.case_runs_in_store(), ["other"])
 
 
 def test_of_each_suite_the_latest_run_counts(here: Path) -> None:
@@ -76,10 +78,11 @@ def test_of_each_suite_the_latest_run_counts(here: Path) -> None:
         append(later, replace(one, suite_run="sharding-later", started=one.started + 9))
     append(later, replace(EVERYTHING[1], suite="smoke", suite_run="smoke-1"))
     tracking.upload(later)
-    found = sources.from_store(())
+    runs = sources.case_runs_in_store()
+    found = sources.from_store(runs)
     assert sorted({one.suite_run for one in found}) == ["sharding-later", "smoke-1"]
-    assert {one.suite_run for one in sources.from_store(["sharding-20300101"])} == {"sharding-20300101"}
-    assert len(sources.nights_from_store(["sharding"])) == len(EVERYTHING) + 2
+    assert {one.suite_run for one in sources.from_store(runs, ["sharding-20300101"])} == {"sharding-20300101"}
+    assert len(sources.nights_from_store(runs, {"sharding"})) == len(EVERYTHING) + 2
 
 
 def test_without_a_store_one_line_says_what_to_do(
@@ -122,3 +125,9 @@ def test_a_view_is_in_the_tracker_s_words() -> None:
         {"key": "throughput.samples_per_second", "type": "METRIC"},
     )
     assert len(tracker_views.view("samples")) < 5000, "a tag holds no more"
+
+
+def test_a_workload_that_is_not_here_has_no_predictions_and_costs_a_line() -> None:
+    said: list[str] = []
+    assert dashboards.predictions([result("native.ddp", workload="gone.py:build")], [4], said.append) == []
+    assert said[-1].startswith("no predictions for gone.py:build: ")
