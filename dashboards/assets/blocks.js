@@ -64,9 +64,13 @@ function cellElement(cell, column, label) {
     "data-label": label,
     "data-tip": cell.tip || null,
   });
-  if (cell.mark || (cell.colour && !("bar" in cell))) td.append(mark(cell.mark, cell.colour || "@quiet"));
-  td.append(cell.badge ? element("span", { class: `badge ${cell.badge}` }, cell.text) : cell.text);
-  if (cell.under) td.append(element("div", { class: "under" }, cell.under));
+  const words = [
+    cell.badge ? element("span", { class: `badge ${cell.badge}` }, cell.text) : cell.text,
+    cell.under ? element("div", { class: "under" }, cell.under) : null,
+  ].filter(Boolean);
+  const isMarked = cell.mark || (cell.colour && !("bar" in cell));
+  if (isMarked) td.append(element("div", { class: "marked" }, mark(cell.mark, cell.colour || "@quiet"), element("div", {}, ...words)));
+  else td.append(...words);
   if (typeof cell.bar === "number") {
     const bar = element("div", { class: "inbar" });
     const fill = element("i");

@@ -20,6 +20,7 @@ function slug(title) {
 function show(name) {
   for (const tab of tabs.children) tab.setAttribute("aria-selected", String(tab.dataset.page === name));
   for (const page of pages.children) page.hidden = page.id !== `page-${name}`;
+  tabs.querySelector('[aria-selected="true"]').scrollIntoView({ block: "nearest", inline: "center" });
   drawFigures();
 }
 
