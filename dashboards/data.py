@@ -12,6 +12,7 @@ from harness.choosing.candidates import (
     Place,
     candidates,
     label_of,
+    latest,
     strategy_of,
 )
 from harness.choosing.predictions import over_another_link
@@ -113,12 +114,10 @@ def studies(
 ) -> list[Study]:
     """The studies in these results, those with most cases first. Of a case that several runs have, the latest one
     counts."""
-    latest: dict[tuple[str, str], Result] = {}
-    for result in sorted(results, key=lambda result: result.started):
-        latest[(result.case.id, _machine(result))] = result
-    found = {(one.case_id, one.machine): one for one in candidates(latest.values())}
+    kept = latest(results)
+    found = {(one.case_id, one.machine): one for one in candidates(kept)}
     groups: dict[tuple[str, str, str], list[Result]] = {}
-    for result in latest.values():
+    for result in kept:
         key = (work_of(result.case.workload), result.case.precision, _machine(result))
         groups.setdefault(key, []).append(result)
     made: list[Study] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from harness.choosing.work import settings_of, work_of
@@ -82,14 +82,18 @@ class Candidate:
 
 
 def candidates(results: Iterable[Result]) -> list[Candidate]:
-    """Those that train: floors do not. Of a case that several runs on one machine have, the latest counts."""
-    latest: dict[tuple[str, str], Result] = {}
+    """Those that train: floors do not. Of a case that was measured several times on one machine the latest counts."""
+    return [_candidate(result) for result in latest(results) if result.case.role != "floor"]
+
+
+def latest(results: Iterable[Result]) -> list[Result]:
+    """The latest of each case and machine, whatever it was compared with, in the order in which they were measured."""
+    found: dict[tuple[str, str], Result] = {}
     for result in sorted(results, key=lambda result: result.started):
-        if result.case.role != "floor":
-            key = (result.case.id, _machine(result))
-            latest.pop(key, None)
-            latest[key] = result
-    return [_candidate(result) for result in latest.values()]
+        key = (replace(result.case, comparison="").id, _machine(result))
+        found.pop(key, None)
+        found[key] = result
+    return list(found.values())
 
 
 def _machine(result: Result) -> str:

@@ -147,6 +147,12 @@ def test_of_a_case_that_ran_twice_on_a_machine_the_latest_counts() -> None:
     assert [(one.machine, one.units_per_second) for one in candidates(found)] == [(MACHINE, 7.0), ("machine-b", 7.0)]
 
 
+def test_a_case_that_stands_in_two_comparisons_is_one_candidate() -> None:
+    second = replace(STAGE_2, case=replace(STAGE_2.case, comparison="zero_3"), started=STAGE_2.started + 1)
+    assert second.case.id != STAGE_2.case.id
+    assert [one.case_id for one in candidates([second, STAGE_2])] == [second.case.id]
+
+
 def test_places_come_with_few_devices_and_fast_links_first() -> None:
     places = [situation.place for situation in situations(candidates(EVERYTHING))]
     assert [str(place) for place in places] == ["1 device", "2 devices", "4 devices on 2 nodes at 200 Mbit/s"]
