@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -42,17 +43,14 @@ def document(found: Sequence[Study], results: Sequence[Result], *, notes: Sequen
             for name in ("blocks.js", "figures.js", "choose.js", "page.js")
         ),
     }
-    text = (_ASSETS / "page.html").read_text(encoding="utf-8")
-    for name, part in parts.items():
-        head, slot, tail = text.partition("{{" + name + "}}")
-        assert slot, f"page.html has no place for {name}"
-        text = head + part + tail
-    return text
+    frame = (_ASSETS / "page.html").read_text(encoding="utf-8")
+    # In one pass, so that nothing which was put in is taken for a place.
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], frame)
 
 
 def _title(found: Sequence[Study]) -> str:
     suites = dict.fromkeys(suite for study in found for suite in study.suites)
-    return " and ".join(["Meshmark: " + ", ".join(suites) if suites else "Meshmark"])
+    return f"Meshmark: {', '.join(suites)}" if suites else "Meshmark"
 
 
 def _study(study: Study, found: Sequence[Study]) -> Mapping[str, Any]:

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.browser
 PAGES = ("choose", "memory", "communication", "scaling", "parity", "pipeline", "history")
 PHONE = {"width": 360, "height": 780}
 DESK = {"width": 1180, "height": 900}
-HOSTILE = """</script><script>window.broken = 1</script><img src=x onerror="window.broken = 1">"'<b>bold</b>"""
+HOSTILE = """</script><script>window.broken = 1</script><img src=x onerror="window.broken = 1">"'<b>bold</b>{{data}}"""
 ACTIONS = [
     [[{"action": name, "begin": begin, "end": end} for name, begin, end in of_rank]]
     for of_rank in ([("0F0", 0, 1), ("0B0", 4, 6)], [("1F0", 1, 2), ("1B0", 2, 4)])

@@ -15,7 +15,7 @@ from tests.harness.choosing.scenes import EVERYTHING, result
 
 plotly = pytest.importorskip("plotly", reason="plotly is an extra: pip install 'meshmark[dashboards]'")
 
-HOSTILE = """</script><script>alert(1)</script>"'<b>bold</b>&amp;<!--"""
+HOSTILE = """</script><script>alert(1)</script>"'<b>bold</b>&amp;<!--{{data}}"""
 
 
 def made(*results: Result) -> str:

@@ -11,33 +11,38 @@ import pytest
 from harness import cli, tracking
 from harness.choosing import dashboards, sources, tracker_views
 from harness.choosing.candidates import Place
-from harness.result import append, read
+from harness.result import Result, append
 from tests.harness.choosing.scenes import EVERYTHING, result
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with a store that has one suite run."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    directory = tmp_path / "results"
-    directory.mkdir()
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Results, beside a store that has them."""
+    made = tmp_path_factory.mktemp("store") / "results"
+    made.mkdir()
     for one in EVERYTHING:
-        append(directory, one)
-    assert tracking.upload(directory).failed == 0
+        append(made, one)
+    assert tracking.upload(made, tracking_uri=f"sqlite:///{made.parent}/mlflow.db").failed == 0
+    return made
+
+
+@pytest.fixture
+def here(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(directory.parent)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     return directory
 
 
 def test_from_the_store_and_back_into_it(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("plotly", reason="plotly is an extra")
-    assert cli.main(["dashboard", "--predict", "0"]) == 0
+    assert cli.main(["dashboard", "--suite-run", "sharding-20300101", "--predict", "0"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"dashboard.html: {len(EVERYTHING)} cases",
         "in MLflow beside sharding-20300101",
     ]
     text = Path("dashboard.html").read_text(encoding="utf-8")
     runs = tracking.read_runs()
-    (of_suite,) = (run for run in runs if not sources.case_id(run))
+    (of_suite,) = (run for run in runs if not sources.case_id(run) and sources.suite_run(run) == "sharding-20300101")
     assert tracking.read_artifacts([of_suite["run_id"]], dashboards.ARTIFACT) == {of_suite["run_id"]: text}
     tags = {}
     tracking.change_experiment_tags(lambda _, name, found: tags.update({name: dict(found)}) or {})  # type: ignore[func-returns-value]
@@ -48,7 +53,7 @@ def test_from_the_store_and_back_into_it(here: Path, capsys: pytest.CaptureFixtu
     assert tags["meshmark/gpt"][tracker_views.TAG] == tracker_views.view("tokens")
     assert tracker_views.TAG not in tags["meshmark/suites"]
     # A second time nothing is doubled, and the upload still finds its runs as they were.
-    assert cli.main(["dashboard", "--predict", "0"]) == 0
+    assert cli.main(["dashboard", "--suite-run", "sharding-20300101", "--predict", "0"]) == 0
     tracking.change_experiment_tags(
         lambda _, name, found: (
             {} if found["mlflow.note.content"] == tags[name]["mlflow.note.content"] else {"changed": "1"}
@@ -59,30 +64,22 @@ def test_from_the_store_and_back_into_it(here: Path, capsys: pytest.CaptureFixtu
 
 
 def test_results_come_back_from_the_store_as_they_were(here: Path) -> None:
-    def ordered(results: list[object]) -> list[str]:
-        return sorted(json.dumps(one.to_json(), sort_keys=True) for one in results)  # type: ignore[attr-defined]
+    def ordered(results: list[Result]) -> list[str]:
+        return sorted(json.dumps(one.to_json(), sort_keys=True) for one in results)
 
-    assert ordered(list(sources.from_store(sources.case_runs_in_store()))) == ordered(
-        list(sources.on_their_machines(read(here)))
-    )
-    with pytest.raises(
-        ValueError, match=r"--suite-run other: expected a suite run in MLflow, such as sharding-20300101"
-    ):
-        sources.from_store(sources.case_runs_in_store(), ["other"])
-
-
-def test_of_each_suite_the_latest_run_counts(here: Path) -> None:
-    later = here.parent / "later"
-    later.mkdir()
-    for one in EVERYTHING[:2]:
-        append(later, replace(one, suite_run="sharding-later", started=one.started + 9))
-    append(later, replace(EVERYTHING[1], suite="smoke", suite_run="smoke-1"))
-    tracking.upload(later)
     runs = sources.case_runs_in_store()
-    found = sources.from_store(runs)
-    assert sorted({one.suite_run for one in found}) == ["sharding-later", "smoke-1"]
-    assert {one.suite_run for one in sources.from_store(runs, ["sharding-20300101"])} == {"sharding-20300101"}
-    assert len(sources.nights_from_store(runs, {"sharding"})) == len(EVERYTHING) + 2
+    assert ordered(sources.from_store(runs, ["sharding-20300101"])) == ordered(sources.from_directories([here]))
+    with pytest.raises(ValueError, match=r"--suite-run other: expected a suite run in MLflow, such as "):
+        sources.from_store(runs, ["other"])
+
+
+def test_of_each_suite_the_latest_run_counts(here: Path, tmp_path: Path) -> None:
+    for number, suite_run in enumerate(("night-1", "night-2")):
+        append(tmp_path, replace(EVERYTHING[1], suite="nightly", suite_run=suite_run, started=2e9 + number))
+        tracking.upload(tmp_path)
+    runs = sources.case_runs_in_store()
+    assert {one.suite_run for one in sources.from_store(runs)} == {"night-2", "sharding-20300101"}
+    assert sorted(night.suite_run for night in sources.nights_from_store(runs, {"nightly"})) == ["night-1", "night-2"]
 
 
 def test_without_a_store_one_line_says_what_to_do(
