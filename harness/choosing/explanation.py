@@ -94,7 +94,8 @@ def _lead(group: Group) -> str:
 def _less_waiting(first: Candidate, other: Candidate) -> str:
     own, others = first.exposed_ratio, other.exposed_ratio
     if own is not None and others is not None and others - own > _CLEARLY:
-        return f": waits {percent(own)} of a step for communication, {other.label} {percent(others)}"
+        text = f": waits {percent(own)} of a step for communication, {other.label} {percent(others)}"
+        return text + _across_nodes(first, other)
     if (other.bubble_ratio or 0.0) - (first.bubble_ratio or 0.0) > _CLEARLY:
         return f": {other.label} idles {percent(other.bubble_ratio or 0.0)} of a step in its bubble"
     return ""
@@ -108,9 +109,14 @@ def _waiting(candidate: Candidate, fastest: Candidate) -> str:
     if own is None or best is None or own - best <= _CLEARLY:
         return ""
     text = f": waits {percent(own)} of a step for communication, the first {percent(best)}"
-    if candidate.node_bytes and fastest.node_bytes and candidate.node_bytes > fastest.node_bytes / _LESS:
-        text += f"; {mebibytes(candidate.node_bytes)} a step cross a node's link, {mebibytes(fastest.node_bytes)} there"
-    return text
+    return text + _across_nodes(candidate, fastest)
+
+
+def _across_nodes(one: Candidate, other: Candidate) -> str:
+    """What crosses the links between nodes, where that is clearly not the same."""
+    if not one.node_bytes or not other.node_bytes or _LESS < one.node_bytes / other.node_bytes < 1 / _LESS:
+        return ""
+    return f"; {mebibytes(one.node_bytes)} a step cross a node's link, {mebibytes(other.node_bytes)} there"
 
 
 def _fit(candidate: Candidate, group: Group) -> str:

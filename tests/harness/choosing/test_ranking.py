@@ -98,6 +98,10 @@ def test_why(memory_mib: float, label: str, words: str) -> None:
 def test_why_tells_what_crosses_a_slow_link() -> None:
     first, second = rank(candidates([ACROSS, IN_PAIRS]), 100 * MIB)
     assert (first.candidate.strategy, second.candidate.strategy) == ("hybrid_sharding", "zero_3")
+    assert first.why.startswith(
+        "Fastest that fits: waits 60 % of a step for communication, native.zero stage=3 90 %; 20.0 MiB a step cross a "
+        "node's link, 60.0 MiB there."
+    )
     assert second.why.startswith(
         "33 % of the first's speed: waits 90 % of a step for communication, the first 60 %; 60.0 MiB a step cross a "
         "node's link, 20.0 MiB there."
