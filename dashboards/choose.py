@@ -64,6 +64,7 @@ def _shown(one: Candidate, on_front: bool) -> Mapping[str, Any]:
         "colour": f"@{one.strategy}",
         "mark": SYMBOLS.get(one.family, "circle"),
         "basis": one.basis,
+        "memoryBasis": one.memory_basis,
         "speed": one.units_per_second,
         "peak": one.peak_bytes,
         "exposed": one.exposed_ratio,

@@ -91,7 +91,7 @@ function answerElement(ranking, unit) {
   const facts = element("div", { class: "facts" });
   const fact = (value, words) => facts.append(element("span", {}, element("b", {}, value), ` ${words}`));
   if (best.speed !== null) fact(shown(best.speed), `${unit}/s`);
-  fact(mebibytes(best.peak), best.basis === "predicted" ? "a device, predicted" : "a device");
+  fact(mebibytes(best.peak), best.memoryBasis === "predicted" ? "a device, predicted" : "a device");
   if (best.exposed !== null) fact(`${Math.round(100 * best.exposed)} %`, "exposed communication");
   if (best.sent !== null) fact(mebibytes(best.sent), "sent a step");
   facts.append(parityBadge(best));
@@ -211,12 +211,12 @@ function rankingElement(ranking, unit) {
     const tr = element("tr", { class: one.state !== "fits" ? "greyed" : one.rank === 1 ? "first" : null, "data-state": one.state });
     const basis = one.basis === "measured" ? null : element("span", { class: "badge" }, one.basis === "predicted" ? "predicted" : "time not measured here");
     const name = element("td", { class: "words" }, mark(one.mark, one.colour), element("span", { class: "name" }, one.label), " ", basis, element("div", { class: "why" }, one.why));
-    const number = (key, title, text, bar) => cellElement({ text, value: one[key], ...(bar === undefined ? {} : { bar, colour: one.colour }) }, { numeric: true }, title);
+    const number = (key, title, text, bar, under) => cellElement({ text, under, value: one[key], ...(bar === undefined ? {} : { bar, colour: one.colour }) }, { numeric: true }, title);
     tr.append(
       element("td", { class: "rank" }, one.rank === null ? "" : String(one.rank)),
       name,
       number("speed", `${unit}/s`, one.speed === null ? "-" : shown(one.speed), one.speed === null || one.state !== "fits" ? undefined : one.speed / fastest),
-      number("peak", "peak MiB", one.peak === null ? "-" : shown(one.peak / 2 ** 20)),
+      number("peak", "peak MiB", one.peak === null ? "-" : shown(one.peak / 2 ** 20), undefined, one.peak === null || one.memoryBasis === "measured" ? "" : one.memoryBasis),
       number("exposed", "exposed %", one.exposed === null ? "-" : String(Math.round(100 * one.exposed))),
       number("sent", "sent MiB", one.sent === null ? "-" : shown(one.sent / 2 ** 20)),
       element("td", { class: "words", "data-label": "parity" }, parityBadge(one)),

@@ -103,15 +103,21 @@ def table(said: Answer) -> RenderableType:
         style = "" if one.state == "fits" else "dim"
         made.add_row(
             str(one.rank or "-"),
-            Text.assemble((f"{candidate.label}, {candidate.layout}", "bold" if one.rank == 1 else ""), f"\n{one.why}"),
+            Text.assemble((_named(candidate), "bold" if one.rank == 1 else ""), f"\n{one.why}"),
             _or_dash(candidate.units_per_second, three_digits),
-            _or_dash(candidate.peak_bytes, mebibytes) + (" predicted" if candidate.basis == "predicted" else ""),
+            _or_dash(candidate.peak_bytes, mebibytes)
+            + ("\npredicted" if candidate.memory_basis == "predicted" and candidate.peak_bytes else ""),
             _or_dash(candidate.exposed_ratio, percent),
             _or_dash(candidate.sent_bytes, mebibytes),
             parity(candidate),
             style=style,
         )
     return Group(made, *(Text(f"note: {note}") for note in said.notes))
+
+
+def _named(candidate: Candidate) -> str:
+    """With the layout, where the label does not tell it."""
+    return candidate.label if candidate.layout in candidate.label else f"{candidate.label}, {candidate.layout}"
 
 
 def parity(candidate: Candidate) -> str:
@@ -145,6 +151,7 @@ def to_json(said: Answer) -> dict[str, object]:
                         "layout",
                         "strategy",
                         "basis",
+                        "memory_basis",
                         "status",
                         "unit",
                         "units_per_second",

@@ -15,6 +15,7 @@ SINGLE = "single"
 WHOLE = "data_parallel"  # every device holds all states
 HYBRID_SHARDING = "hybrid_sharding"
 _PARTS = "parity failed"
+_PEAK = "memory.peak_allocated_bytes.max_rank"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +49,10 @@ def _rate(mbits: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One way to train. What is not known is None. `state_bytes` by category, of the rank that holds most; with the
+    """One way to train. What is not known is None. `state_bytes` by category, of the rank that holds most. With the
     basis `predicted` memory and bytes are, `another link` has them from where only the link was another one, and
-    neither has a time. `trains_the_same` is None where nothing was held against the reference."""
+    neither has a time; `memory_basis` is that of the memory alone. `trains_the_same` is None where nothing was held
+    against the reference."""
 
     work: str
     precision: str
@@ -61,6 +63,7 @@ class Candidate:
     layout: str
     strategy: str
     basis: Basis = "measured"
+    memory_basis: Basis = "measured"
     status: str = "ok"
     reason: str = ""
     unit: str = "tokens"
@@ -83,7 +86,21 @@ class Candidate:
 
 def candidates(results: Iterable[Result]) -> list[Candidate]:
     """Those that train: floors do not. Of a case that was measured several times on one machine the latest counts."""
-    return [_candidate(result) for result in latest(results) if result.case.role != "floor"]
+    found = [_candidate(result) for result in latest(results) if result.case.role != "floor"]
+    measured = {_setting(one): one for one in found if one.peak_bytes is not None and one.memory_basis == "measured"}
+    return [_with_memory(one, measured.get(_setting(one))) for one in found]
+
+
+def _setting(one: Candidate) -> tuple[object, ...]:
+    """What it is, on whatever nodes."""
+    return (one.work, one.precision, one.machine, one.place.num_devices, one.label, one.layout)
+
+
+def _with_memory(one: Candidate, measured: Candidate | None) -> Candidate:
+    """Memory that was not measured here is what it was over another link, before it is what was foreseen."""
+    if measured is None or one.status != "ok" or (one.peak_bytes is not None and one.memory_basis == "measured"):
+        return one
+    return replace(one, memory_basis="another link", peak_bytes=measured.peak_bytes, state_bytes=measured.state_bytes)
 
 
 def latest(results: Iterable[Result]) -> list[Result]:
@@ -105,6 +122,8 @@ def _candidate(result: Result) -> Candidate:
     unit = "samples" if "throughput.samples_per_second" in metrics else "tokens"
     topology = case.placed
     parity = result.parity
+    peak = metrics.get(_PEAK)
+    foreseen = "" if peak is not None or result.status not in ("ok", _PARTS) else "predicted_"
     reason = result.reason or (parity.explanation if parity is not None and not parity.ok else "") or ""
     return Candidate(
         work=work_of(case.workload),
@@ -124,8 +143,9 @@ def _candidate(result: Result) -> Candidate:
         reason=" ".join(reason.split()),
         unit=unit,
         units_per_second=metrics.get(f"throughput.{unit}_per_second"),
-        peak_bytes=metrics.get("memory.peak_allocated_bytes.max_rank"),
-        state_bytes={name: metrics[key] for name in CATEGORIES if (key := f"memory.{name}_bytes") in metrics},
+        memory_basis="predicted" if foreseen else "measured",
+        peak_bytes=metrics.get("memory.predicted_peak_bytes") if foreseen else peak,
+        state_bytes={name: metrics[key] for name in CATEGORIES if (key := f"memory.{foreseen}{name}_bytes") in metrics},
         sent_bytes=metrics.get("communication.bytes_per_step"),
         node_bytes=metrics.get("communication.node_wire_bytes_per_step"),
         busy_ratio=metrics.get("communication.busy_ratio"),

@@ -61,7 +61,7 @@ def _shortened(text: str) -> str:
 
 
 def _foreseen(candidate: Candidate) -> str:
-    return ", predicted" if candidate.basis == "predicted" else ""
+    return ", predicted" if candidate.memory_basis == "predicted" else ""
 
 
 def _place(candidate: Candidate, group: Group) -> str:
@@ -135,7 +135,7 @@ def _fit(candidate: Candidate, group: Group) -> str:
         less = mebibytes(candidate.peak_bytes)
         return f"Nothing has to be cut: {whole.label} fits with {mebibytes(whole.peak_bytes)}, this has {less}"
     enough = _cut_less(candidate, group)
-    if enough is not None and enough.peak_bytes is not None:
+    if enough is not None and enough.peak_bytes is not None and candidate is not group.fitting[0]:
         lesser = _listed(_cuts(enough, uncut))
         return f"Cutting {lesser} would do: {enough.label} has {mebibytes(enough.peak_bytes)}"
     shares = [f"{_WORDS[name]} {_change(uncut[name], candidate.state_bytes[name])}" for name in cuts]

@@ -169,6 +169,7 @@ def _foreseen(case: Case, strategy: str, machine: str) -> Candidate:
         candidates([result])[0],
         work=work_of(case.workload),
         basis="predicted",
+        memory_basis="predicted",
         status=status,
         reason=reason,
         peak_bytes=peak,

@@ -85,7 +85,8 @@ def rank(candidates: Sequence[Candidate], memory_bytes: float, one_process: Cand
         (candidate, state)
         for wanted in order
         for candidate, state in sorted(
-            zip(candidates, states, strict=True), key=lambda pair: (pair[0].peak_bytes or 0.0, pair[0].label)
+            zip(candidates, states, strict=True),
+            key=lambda pair: (pair[0].peak_bytes or 0.0, -(pair[0].units_per_second or 0.0), pair[0].label),
         )
         if state == wanted
     ]

@@ -9,6 +9,7 @@ import pytest
 
 from harness.choosing.candidates import Candidate, Place, candidates, one_process
 from harness.choosing.ranking import Ranked, interval, rank, situation_of, situations, thresholds
+from harness.layout import Layout
 from harness.result import Result
 from tests.harness.choosing.scenes import (
     ACROSS,
@@ -18,10 +19,12 @@ from tests.harness.choosing.scenes import (
     MACHINE,
     MIB,
     ON_ONE_NODE,
+    SLOW_LINK,
     STAGE_1,
     STAGE_2,
     STAGE_3,
     WORK,
+    result,
 )
 
 ALONE = one_process(candidates(ON_ONE_NODE), WORK, "fp32", MACHINE)
@@ -149,6 +152,18 @@ def test_of_a_case_that_ran_twice_on_a_machine_the_latest_counts() -> None:
     elsewhere = replace(later, environment={"machine_fingerprint": "machine-b"})
     found: list[Result] = [later, STAGE_2, elsewhere]
     assert [(one.machine, one.units_per_second) for one in candidates(found)] == [(MACHINE, 7.0), ("machine-b", 7.0)]
+
+
+def test_memory_that_was_not_measured_is_another_links_and_else_what_was_foreseen() -> None:
+    foreseen = {"memory.predicted_peak_bytes": 30 * MIB, "memory.predicted_parameter_bytes": 9 * MIB}
+    bare = result("native.zero", Layout(data=4), topology=SLOW_LINK, peak_mib=None, metrics=foreseen, speed=500)
+    (one,) = candidates([bare])
+    assert (one.memory_basis, one.peak_bytes, one.state_bytes) == ("predicted", 30 * MIB, {"parameter": 9 * MIB})
+    assert rank([one], 20 * MIB)[0].why == "Needs 30.0 MiB on a device, predicted."
+    measured = result("native.zero", Layout(data=4), peak_mib=28)
+    one, _ = candidates([bare, measured])
+    assert (one.basis, one.memory_basis, one.peak_bytes) == ("measured", "another link", 28 * MIB)
+    assert one.units_per_second == 500
 
 
 def test_a_case_that_stands_in_two_comparisons_is_one_candidate() -> None:
