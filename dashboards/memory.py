@@ -11,6 +11,7 @@ from harness.choosing.candidates import CATEGORIES
 
 TITLE = "Memory"
 _PEAK = "memory.peak_allocated_bytes.max_rank"
+_FORESEEN_PEAK = "memory.predicted_peak_bytes"
 _WORDS = {
     "parameter": "parameters",
     "gradient": "gradients",
@@ -22,7 +23,7 @@ _WORDS = {
 
 
 def blocks(study: Study) -> list[Block]:
-    groups = study.by_place(wanted=lambda run: run.metric(_PEAK) is not None)
+    groups = study.by_place(wanted=lambda run: _peak(run) is not None)
     if not groups:
         suite = (study.suites or ["sharding"])[0]
         return [missing("No case of this work had its memory measured.", f"meshmark run {suite}")]
@@ -35,16 +36,22 @@ def blocks(study: Study) -> list[Block]:
         )
     ]
     for place, runs in groups:
-        runs.sort(key=lambda run: run.metric(_PEAK) or 0.0)
+        runs.sort(key=lambda run: _peak(run) or 0.0)
         made.append(bars(str(place), "MiB", [_WORDS[name] for name in CATEGORIES], [_row(run) for run in runs]))
     made.append(_table([run for _, runs in groups for run in runs]))
     return made
 
 
+def _peak(run: Run) -> float | None:
+    """As measured, else as foreseen."""
+    measured = run.metric(_PEAK)
+    return run.metric(_FORESEEN_PEAK) if measured is None else measured
+
+
 def _row(run: Run) -> Mapping[str, Any]:
-    stacks = [_stack(run, "measured", "memory.", _PEAK)]
-    if run.metric("memory.predicted_peak_bytes") is not None or run.metric("memory.predicted_parameter_bytes"):
-        stacks.append(_stack(run, "predicted", "memory.predicted_", "memory.predicted_peak_bytes"))
+    stacks = [] if run.metric(_PEAK) is None else [_stack(run, "measured", "memory.", _PEAK)]
+    if run.metric(_FORESEEN_PEAK) is not None or run.metric("memory.predicted_parameter_bytes"):
+        stacks.append(_stack(run, "predicted", "memory.predicted_", _FORESEEN_PEAK))
     return {
         "label": run.label,
         "colour": f"@{run.strategy}",
@@ -79,7 +86,7 @@ def _table(runs: list[Run]) -> Block:
 
 
 def _line(run: Run) -> Mapping[str, Any]:
-    peak, foreseen = run.metric(_PEAK), run.metric("memory.predicted_peak_bytes")
+    peak, foreseen = run.metric(_PEAK), run.metric(_FORESEEN_PEAK)
     off = None if peak is None or foreseen is None or not peak else foreseen / peak - 1
     return row(
         cell(run.label, colour=f"@{run.strategy}", mark=SYMBOLS.get(run.family, "circle"), under=str(run.place)),

@@ -110,6 +110,12 @@ def test_memory_lays_what_was_foreseen_below_what_was_measured() -> None:
     assert [cells(table, column) for column in (2, 3, 4)] == [["44.0"], ["33.0"], ["-25.0"]]
 
 
+def test_memory_that_was_foreseen_alone_stands_alone() -> None:
+    blocks = memory.blocks(study(result("native.ddp", peak_mib=None, metrics={"memory.predicted_peak_bytes": 7 * MIB})))
+    (bars,) = of_kind(blocks, "bars")
+    assert [(stack["name"], stack["peak"]) for stack in bars["rows"][0]["stacks"]] == [("predicted", 7)]
+
+
 def test_communication_shows_bytes_shares_and_what_crosses_a_nodes_link() -> None:
     blocks = communication.blocks(ALL)
     on_two, on_four = of_kind(blocks, "table")
