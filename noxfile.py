@@ -1,6 +1,6 @@
 """What a checkout can do: `nox -s smoke`, `nox -s tests`, `nox -s lint`, `nox -s peers`, `nox -s sharding`,
-`nox -s baselines`, `nox -s slurm`, `nox -s conformance`, `nox -s micro`, `nox -s paired`, `nox -s change_points`,
-`nox -s server`.
+`nox -s baselines`, `nox -s slurm`, `nox -s browser`, `nox -s conformance`, `nox -s micro`, `nox -s paired`,
+`nox -s change_points`, `nox -s server`.
 
 All sessions share the virtual environment .venv, so torch is installed once; nox itself gives each session its own, so
 they run with `python=False` and name .venv's commands. It is installed again only when pyproject.toml or
@@ -23,7 +23,7 @@ nox.options.sessions = ["smoke", "tests", "lint"]
 
 ENVIRONMENT = Path(".venv")
 COMMANDS = ENVIRONMENT / "bin"
-EXTRAS = ("hf", "lint", "test")
+EXTRAS = ("browser", "dashboards", "hf", "lint", "test")
 # Each process begins with its own half of the tests, in order, so that neighbours share their worlds of ranks; whoever
 # is done first helps the other. One alone leaves processors idle: it waits for processes to start and for deadlines.
 SIDE_BY_SIDE = ("--numprocesses", "2", "--dist", "worksteal")
@@ -143,6 +143,15 @@ def change_points(session: nox.Session) -> None:
         *(session.posargs or ["tests/harness/regression"]),
         env={"MESHMARK_OTAVA_PYTHON": str(python.absolute())},
     )
+
+
+@nox.session(python=False)
+def browser(session: nox.Session) -> None:
+    """Dashboards in a headless Chromium. Debian's is installed where root may; without one those tests are skipped and
+    say so."""
+    install(session)
+    install_from_debian(session, "chromium", "chromium")
+    session.run(f"{COMMANDS}/pytest", "-m", "browser", *(session.posargs or ["tests/dashboards"]))
 
 
 @nox.session(python=False)

@@ -18,6 +18,7 @@ import fcntl
 import functools
 import logging
 import os
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -149,9 +150,9 @@ def read_runs(
     experiment: str = EVERY_EXPERIMENT, *, suite: str | None = None, tracking_uri: str | None = None
 ) -> list[dict[str, Any]]:
     """Every complete run of the experiments whose name is like `experiment` (`%` stands for anything), the latest first
-    within each; with `suite` those of that suite only. Each run is flat: `experiment`, `run_id`, `run_name`, `status`
-    (MLflow's), `started` and `ended` (seconds since the epoch), and `tags.<name>`, `params.<name>`, `metrics.<name>` (a
-    series by its last value).
+    within each; with `suite` those of that suite only. Each run is flat: `experiment` and its `experiment_id`,
+    `run_id`, `run_name`, `status` (MLflow's), `started` and `ended` (seconds since the epoch), and `tags.<name>`,
+    `params.<name>`, `metrics.<name>` (a series by its last value).
 
     Empty while there is no store. ConnectionError if it cannot be read.
     """
@@ -163,7 +164,7 @@ def read_runs(
     try:
         with _client(uri) as client:
             return [
-                _flat(found.name, run)
+                _flat(found, run)
                 for found in _pages(client.search_experiments, filter_string=f"name LIKE '{experiment}'")
                 for run in _pages(client.search_runs, [found.experiment_id], filter_string=of_suite)
                 if COMPLETE_TAG in run.data.tags
@@ -185,9 +186,54 @@ def set_tags(tags: Mapping[str, Mapping[str, str]], *, tracking_uri: str | None 
         raise ConnectionError(f"MLflow at {_shown(uri)} cannot be written: {_one_line(error)}") from error
 
 
-def _flat(experiment: str, run: Any) -> dict[str, Any]:
+def read_artifacts(run_ids: Sequence[str], name: str, *, tracking_uri: str | None = None) -> dict[str, str]:
+    """The text of the artifact `name` of each run that has it, by the run's id. ConnectionError if the store cannot be
+    read."""
+    uri = store_uri(tracking_uri)
+    found = {}
+    try:
+        with _client(uri) as client, tempfile.TemporaryDirectory() as directory:
+            for run_id in run_ids:
+                if any(entry.path == name for entry in client.list_artifacts(run_id)):
+                    path = client.download_artifacts(run_id, name, directory)
+                    found[run_id] = Path(path).read_text(encoding="utf-8")
+    except Exception as error:
+        raise ConnectionError(f"MLflow at {_shown(uri)} cannot be read: {_one_line(error)}") from error
+    return found
+
+
+def log_artifact(run_id: str, name: str, text: str, *, tracking_uri: str | None = None) -> None:
+    """Puts a text beside a run's others, in place of an earlier one. ConnectionError if the store does not take it."""
+    uri = store_uri(tracking_uri)
+    try:
+        with _client(uri) as client:
+            client.log_text(run_id, text, name)
+    except Exception as error:
+        raise ConnectionError(f"MLflow at {_shown(uri)} cannot be written: {_one_line(error)}") from error
+
+
+def change_experiment_tags(
+    change: Callable[[str, str, Mapping[str, str]], Mapping[str, str]],
+    *,
+    tracking_uri: str | None = None,
+) -> None:
+    """Sets what `change` makes of each of our experiments' id, name and tags. ConnectionError if the store does not
+    take it."""
+    uri = store_uri(tracking_uri)
+    try:
+        with _client(uri) as client:
+            for found in _pages(client.search_experiments, filter_string=f"name LIKE '{EVERY_EXPERIMENT}'"):
+                for key, value in change(found.experiment_id, found.name, found.tags).items():
+                    if found.tags.get(key) != value:
+                        _patiently(client.set_experiment_tag, found.experiment_id, key, value)
+    except Exception as error:
+        raise ConnectionError(f"MLflow at {_shown(uri)} cannot be written: {_one_line(error)}") from error
+
+
+def _flat(experiment: Any, run: Any) -> dict[str, Any]:
     return {
-        "experiment": experiment,
+        "experiment": experiment.name,
+        "experiment_id": experiment.experiment_id,
         "run_id": run.info.run_id,
         "run_name": run.info.run_name,
         "status": run.info.status,

@@ -35,7 +35,7 @@ FOR_IMPLEMENTATIONS = {
     "harness.own_process",
 }
 FOR_SUITES = {"harness.case", "harness.layout", "harness.topology", "harness.workload"}
-FOR_DASHBOARDS = {"harness.tracking", "harness.result"}
+FOR_DASHBOARDS = {"harness.tracking", "harness.result", "harness.regression", "harness.choosing"}
 
 
 def sources(package: str) -> list[Path]:

@@ -141,3 +141,18 @@ def test_the_gate_sees_every_pitfall_and_nothing_else(tmp_path: Path) -> None:
     for result in known:
         if result.is_as_expected:
             assert "no single factor" not in str(result.reason), result.reason
+
+
+def test_scaling_keeps_the_batch_or_each_ranks_share_of_it() -> None:
+    cases = suites.load("scaling").cases
+    batches: dict[tuple[str, int], set[int]] = defaultdict(set)
+    for case in cases:
+        batches[case.label, case.world_size].add(models.load(case.workload).training.global_batch_size)
+    assert batches["reference", 1] == {2, 4}, "one process at either end"
+    along_data = {case.label for case in cases if case.layout.data > 1}
+    assert along_data == {"native.ddp", "torch.ddp", *(f"native.zero stage={stage}" for stage in (1, 2, 3))}
+    for label in along_data:
+        assert (batches[label, 2], batches[label, 4]) == ({4}, {4, 8})
+    strong = [case for case in cases if case.layout.tensor * case.layout.pipeline > 1]
+    assert {case.implementation for case in strong} == {"native.tensor", "native.pipeline"}
+    assert all(models.load(case.workload).training.global_batch_size == 4 for case in strong)

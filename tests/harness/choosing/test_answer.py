@@ -1,0 +1,134 @@
+"""`meshmark choose`: which work is meant, and what is said where nothing was measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from harness import cli
+from harness.choosing import answer as answers
+from harness.choosing.answer import Answer, answer
+from harness.choosing.candidates import Place
+from harness.choosing.predictions import grown
+from harness.choosing.sources import on_their_machines
+from harness.layout import Layout
+from harness.result import append
+from tests.harness.choosing.scenes import EVERYTHING, MACHINE, MIB, MISSING, WORK, result
+
+
+def ask(place: Place, *, model: str | None = WORK, mib: float = 100.0) -> Answer:
+    return answer(EVERYTHING, model=model, precision=None, place=place, memory_bytes=mib * MIB)
+
+
+def text(said: Answer) -> str:
+    console = Console(file=StringIO(), width=160)
+    console.print(answers.table(said))
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+def test_what_was_measured_is_ranked_with_its_reasons() -> None:
+    said = ask(Place(num_devices=2), mib=40)
+    assert (said.ranked[0].candidate.label, said.ranked[0].rank, said.notes) == ("native.zero stage=1", 1, ())
+    lines = text(said).splitlines()
+    assert "gpt size=17m global_batch_size=4, fp32: 2 devices with 40.0 MiB each" in lines[0]
+    first = next(line for line in lines if "native.zero stage=1, data=2" in line)
+    assert first.split()[:1] == ["1"]
+    assert [word in first for word in ("950", "34.0 MiB", "20 %", "10.0 MiB", "ok")] == [True] * 5
+    assert "Unavailable: FairScale is not installed." in text(said) or "FairScale is not installed" in text(said)
+
+
+def test_over_a_link_that_was_not_measured_times_are_not_known() -> None:
+    said = ask(Place(num_devices=2, num_nodes=2, link_mbits=1000))
+    assert all(one.candidate.units_per_second is None for one in said.ranked)
+    assert said.notes == (
+        "nothing was measured on 2 devices on 2 nodes at 1 Gbit/s: times are not known, measured were 1 device, "
+        "2 devices, 4 devices on 2 nodes at 200 Mbit/s",
+    )
+    assert "note: nothing was measured" in text(said).replace("\n", " ")
+
+
+def test_with_devices_that_were_not_measured_memory_and_bytes_are_predicted() -> None:
+    measured = [
+        result("native.ddp", workload="gpt:size=tiny"),
+        result("native.zero", strategy="zero_3", options={"stage": 3}, workload="gpt:size=tiny"),
+        result("native.pipeline", Layout(pipeline=2), strategy="pipeline_parallel", workload="gpt:size=tiny"),
+    ]
+    place = Place(num_devices=4)
+    said = answer(measured, model="gpt:size=tiny", precision=None, place=place, memory_bytes=1e9)
+    by_label = {one.candidate.label: one for one in said.ranked}
+    assert by_label.keys() == {"native.ddp", "native.zero stage=3", "native.pipeline num_micro_batches=8"}
+    assert {one.candidate.basis for one in said.ranked} == {"predicted"}
+    whole, sharded = (by_label[label].candidate for label in ("native.ddp", "native.zero stage=3"))
+    assert whole.state_bytes["parameter"] == pytest.approx(4 * sharded.state_bytes["parameter"], rel=0.01)
+    assert whole.peak_bytes is not None
+    assert sharded.peak_bytes is not None
+    assert whole.peak_bytes > sharded.peak_bytes > sum(sharded.state_bytes[name] for name in ("parameter", "optimizer"))
+    assert whole.sent_bytes is not None
+    assert whole.sent_bytes == pytest.approx(2 * 3 / 4 * whole.state_bytes["gradient"])
+    assert by_label["native.zero stage=3"].rank is None, "what has no time has no rank"
+    assert "are predicted, times are not known" in said.notes[0]
+    assert "predicted" in text(said)
+
+
+@pytest.mark.parametrize(
+    ("measured", "place", "layout"),
+    [
+        (Layout(data=2), Place(num_devices=8), Layout(data=8)),
+        (Layout(tensor=2), Place(num_devices=8), Layout(tensor=8)),
+        (Layout(pipeline=4), Place(num_devices=2), Layout(pipeline=2)),
+        (Layout(data=2, tensor=2), Place(num_devices=8), Layout(data=4, tensor=2)),
+        (Layout(data=2, tensor=2), Place(num_devices=3), None),
+        (Layout(data=4, shard=2), Place(num_devices=8, num_nodes=2), Layout(data=8, shard=4)),
+        (Layout(data=4, shard=2), Place(num_devices=8), Layout(data=8, shard=2)),
+        (Layout(data=4, shard=2), Place(num_devices=2), None),
+        (Layout(data=2), Place(num_devices=3, num_nodes=2), None),
+    ],
+)
+def test_how_a_layout_grows(measured: Layout, place: Place, layout: Layout | None) -> None:
+    assert grown(measured, place) == layout
+
+
+def test_it_must_be_clear_which_work_is_meant() -> None:
+    two = [result("native.ddp"), result("native.ddp", workload="gpt:size=17m,global_batch_size=8")]
+    with pytest.raises(
+        ValueError, match=r"--model gpt: expected one piece of work with one precision, got 2: gpt:size=17m"
+    ):
+        answer(two, model="gpt", precision=None, place=Place(num_devices=2), memory_bytes=1e9)
+    said = answer(two, model="gpt:global_batch_size=8", precision=None, place=Place(num_devices=2), memory_bytes=1e9)
+    assert said.situation.work == "gpt:size=17m,global_batch_size=8"
+
+
+def test_a_case_that_never_started_is_put_on_the_machine_of_its_suite_run() -> None:
+    lost = replace(MISSING, environment={})
+    elsewhere = replace(lost, suite_run="another")
+    found = on_their_machines([*EVERYTHING, lost, elsewhere])
+    assert [one.environment.get("machine_fingerprint") for one in found[-2:]] == [MACHINE, None]
+
+
+def test_the_command_prints_the_same_and_says_bad_input_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "results"
+    directory.mkdir()
+    for one in EVERYTHING:
+        append(directory, one)
+    common = ["choose", "--devices", "2", "--results", str(directory)]
+    assert cli.main([*common, "--memory", "40MiB", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [one["label"] for one in said["strategies"] if one["rank"]] == [
+        "native.zero stage=1",
+        "native.zero stage=2",
+        "native.zero stage=3",
+    ]
+    assert cli.main([*common, "--memory", "lots"]) == 2
+    assert "expected an amount of memory such as 24GiB or 512MiB, got 'lots'" in capsys.readouterr().err
+    assert cli.main([*common, "--memory", "1GiB", "--nodes", "3"]) == 2
+    assert "cannot be spread evenly over 3 nodes" in capsys.readouterr().err
+    assert cli.main(["choose", "--devices", "2", "--memory", "1GiB", "--results", str(tmp_path)]) == 2
+    assert "expected a results directory" in capsys.readouterr().err
