@@ -277,7 +277,7 @@ class MeasuredCase:
         # The one that does not count is among the bytes.
         sent = [num_bytes * links.NUM_REPEATS // (links.NUM_REPEATS + 1) for num_bytes in sent]
         mbits = links.carried_mbits([max(of_ranks) for of_ranks in zip(*answers, strict=True)], sent)
-        far_apart = (0, next(rank for rank in range(topology.world_size) if topology.node_of(rank) == 1))
+        far_apart = (0, next(rank for rank, node in enumerate(self.case.seats.node_of_rank) if node == 1))
         trips = self._command("round_trip_seconds", ranks=far_apart, num_repeats=links.NUM_ROUND_TRIPS)
         delay = links.one_way_ms(trips[0])
         self.metrics |= {"topology.measured_link_mbits": mbits, "topology.measured_delay_ms": delay}

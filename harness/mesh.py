@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from harness.layout import Axis, Coordinates, Layout
+from harness.placement import seats
 from harness.topology import Topology
 
 if TYPE_CHECKING:
@@ -33,10 +34,7 @@ class Mesh:
         observer: CollectiveObserver | None = None,
         timeout: timedelta = timedelta(seconds=60),
     ) -> None:
-        if topology.world_size != layout.world_size:
-            raise ValueError(
-                f"layout {layout} needs {layout.world_size} ranks, topology {topology} has {topology.world_size}"
-            )
+        self.seats = seats(layout, topology)
         self.layout = layout
         self.topology = topology
         self.rank = rank
@@ -79,7 +77,7 @@ class Mesh:
 
     def on_one_node(self, axis: Axis) -> bool:
         """Whether this rank's group along `axis` lies within one node."""
-        return self.topology.on_one_node(self.ranks(axis))
+        return self.seats.on_one_node(self.ranks(axis))
 
     def close(self) -> None:
         """Ends the groups this mesh has made. Collective."""
