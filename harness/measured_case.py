@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from harness import implementation, models
+from harness import implementation, models, traffic
 from harness.case import Case
 from harness.code_change import num_changed_lines
 from harness.engines import Engine, Local, Start
@@ -147,6 +147,7 @@ class MeasuredCase:
             of_nodes = [sum(rounds) for rounds in zip(*self.samples["node_wire_bytes"], strict=True)]
             num_steps = self.case.measurement.timed_steps * len(self.samples["node_wire_bytes"])
             self.metrics["communication.node_wire_bytes_per_step"] = max(of_nodes) / num_steps
+            self._predict_node_bytes()
         workload = models.load(self.case.workload)
         cpu_seconds = [sum(of_rank) for of_rank in zip(*self.samples["cpu_seconds"], strict=True)]
         self.metrics |= time_metrics(self.samples["step_seconds"], cpu_seconds, self.samples["tokens"], workload.unit)
@@ -189,7 +190,8 @@ class MeasuredCase:
         self.metrics |= communication.exposed(real, null)
         self.samples["communication"] = [[record.to_json() for record in answer["records"]] for answer in answers]
         self.samples |= {"instrumented_real_seconds": real, "instrumented_null_seconds": null}
-        self._measure_latency(null)
+        if not self._is_emulated:  # the link is what it was asked to be, not to be made longer still
+            self._measure_latency(null)
 
     def _measure_latency(self, null_seconds: list[float]) -> None:
         """How many latencies a step waits for; left out where the transport cannot be delayed."""
@@ -224,6 +226,16 @@ class MeasuredCase:
             self.metrics["pipeline.predicted_bubble_ratio"] = foreseen.bubble_ratio
             self.metrics["pipeline.predicted_in_flight_micro_batches"] = float(max(foreseen.in_flight))
             self.samples.setdefault("pipeline", {})["predicted_in_flight"] = foreseen.in_flight
+
+    def _predict_node_bytes(self) -> None:
+        """What the node that sends most puts on its link, by the closed form."""
+        case = self.case
+        kind = implementation.load(case.implementation)
+        workload = in_precision(models.load(case.workload), case.precision)
+        sent = kind.predicted_traffic(workload, registry(workload), case.layout, case.seats, case.options)
+        if sent is not None and case.role != "floor":
+            leaving = max(traffic.leaving_bytes(sent, case.seats))
+            self.metrics["communication.predicted_node_wire_bytes_per_step"] = float(leaving)
 
     def fail(self, failure: LaunchFailed) -> None:
         """Keeps what went wrong; the case takes part in nothing more."""

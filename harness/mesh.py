@@ -75,6 +75,21 @@ class Mesh:
             self._parts.append(own)
         return own
 
+    def levels(self, axis: Axis) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """Two groups of ranks of this rank's group along `axis`, new ones at each call: those on its node, and those
+        that have its place on each node. Collective over all ranks. ValueError where nodes have different numbers of a
+        group's ranks."""
+        own: list[dist.ProcessGroup] = []
+        for ranks in self.layout.groups(axis):
+            by_node = self.seats.by_node(ranks)
+            for members in (*by_node, *zip(*by_node, strict=True)):
+                group = dist.new_group(list(members), timeout=self._timeout)
+                if self.rank in members:
+                    own.append(group)
+        self._parts += own
+        inside, across = own
+        return inside, across
+
     def on_one_node(self, axis: Axis) -> bool:
         """Whether this rank's group along `axis` lies within one node."""
         return self.seats.on_one_node(self.ranks(axis))

@@ -1,9 +1,9 @@
 """Placement: on which node each rank of a layout sits.
 
-    2 nodes of 2 ranks, data=2 tensor=2           node 0        node 1
-    contiguous, tensor_inside_node                0 1           2 3       tensor groups {0 1} {2 3}
-    scattered                                     0 2           1 3
-    shard_group_inside_node                       0 2           1 3       shard groups  {0 2} {1 3}
+2 nodes of 2 ranks, data=2 tensor=2           node 0        node 1
+contiguous, tensor_inside_node                0 1           2 3       tensor groups {0 1} {2 3}
+scattered                                     0 2           1 3
+shard_group_inside_node                       0 2           1 3       shard groups  {0 2} {1 3}
 """
 
 from __future__ import annotations

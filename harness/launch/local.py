@@ -58,9 +58,7 @@ class LocalLaunch(Launch):
                     threads=threads,
                     instrumented=instrumented,
                     timeout_seconds=deadline_seconds + COLLECTIVE_MARGIN_SECONDS,
-                    network=None
-                    if nodes is None or placed is None
-                    else nodes.network_of(placed.node_of_rank[rank]),
+                    network=None if nodes is None or placed is None else nodes.network_of(placed.node_of_rank[rank]),
                 )
                 self._ranks.append(Rank(process=Fork(main, job, f"meshmark rank {rank}"), job=job))
         except BaseException:
