@@ -111,15 +111,17 @@ def compare(
         Path | None, typer.Option(metavar="PAGE.md", help="Where to write the page. Default: standard output.")
     ] = None,
 ) -> None:
-    """Make a page that compares the strategies of a run: memory, bytes, latencies, time and lines, side by side.
+    """Make a page that compares the strategies of a run: memory, bytes, latencies, time and lines, side by side; of a
+    run on one node and on several what the links between them cost.
 
     [bold]meshmark compare results/sharding-20300101-120000 --out sharding.md[/]
     """
-    from harness import comparison, comparison_page
+    from harness import comparison, comparison_page, topology_page
 
     with bad_input():
         found = comparison.read_run(results)
-        page = comparison_page.page(found, results)
+        of_topologies = topology_page.spans_topologies(found)
+        page = (topology_page if of_topologies else comparison_page).page(found, results)
         if out is not None:
             out.write_text(page, encoding="utf-8")
     print(page if out is None else f"{out}: {len(found)} cases", end="" if out is None else "\n")
