@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import typer
 
-from harness.commands import gate, looking, training
+from harness.commands import gate, links, looking, training
 from harness.commands.arguments import BAD_INPUT, one_line
 
 INTERRUPTED = 130
@@ -34,6 +34,7 @@ app.command("list")(looking.list_all)
 app.command()(looking.inspect)
 app.command()(looking.report)
 app.command()(looking.compare)
+app.command()(links.links)
 app.command()(gate.check)
 app.command()(gate.accept)
 app.command()(looking.upload)
