@@ -92,6 +92,7 @@ class LinkTable:
             "measurements": [
                 {
                     **asdict(measurement),
+                    "seconds": list(measurement.seconds),
                     "algorithm_bytes_per_second": measurement.algorithm_bandwidth,
                     "bus_bytes_per_second": self.bus_bandwidth(measurement),
                 }
