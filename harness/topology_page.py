@@ -110,17 +110,20 @@ def sentences(results: Sequence[Result]) -> list[str]:
 
 
 def _inside_or_across(kept: Sequence[Kept], axis: Axis, groups: str, where: str) -> str | None:
-    """Cases whose groups along `axis` lie inside nodes beside those whose groups span them."""
+    """Cases whose groups along `axis` lie inside nodes beside those of the same strategies whose groups span them."""
     concerned = [each for each in kept if _uses(each.result, axis)]
     inside = [each for each in concerned if _lies_inside(each.result.case, axis)]
     across = [each for each in concerned if each not in inside]
-    if not inside or not across:
+    both = {each.result.strategy for each in inside} & {each.result.strategy for each in across}
+    if not both:
         return None
-    best = max(across, key=lambda each: each.throughput)
-    least = min(inside, key=lambda each: each.throughput)
-    verdict = "every case inside keeps more than any across"
-    if least.throughput <= best.throughput:
-        verdict = f"yet {least.name} inside keeps no more than {best.name} across"
+    inside, across = ([each for each in way if each.result.strategy in both] for way in (inside, across))
+    of_inside, of_across = ([each.throughput for each in way] for way in (inside, across))
+    verdict = "neither keeps more throughout"
+    if min(of_inside) > max(of_across):
+        verdict = "every case inside keeps more than any across"
+    elif min(of_across) > max(of_inside):
+        verdict = "every case across keeps more than any inside"
     return f"{where}, {groups} inside nodes: {_told(inside)}; {groups} across nodes: {_told(across)}; {verdict}."
 
 

@@ -94,10 +94,7 @@ def test_sentences_are_made_of_the_figures() -> None:
 
 def test_figures_against_what_is_usually_said_are_told_as_they_are() -> None:
     said = sentences(run(pairs_inside=2.0))
-    assert said[0].endswith(
-        "yet `native.zero` (data=4 shard=2, shard_group_inside_node) inside keeps no more than `native.zero` (data=4 "
-        "shard=2, scattered) across."
-    )
+    assert said[0].endswith("every case across keeps more than any inside.")
 
 
 def test_every_way_has_its_row_in_each_table() -> None:

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from harness import implementation as implementations
 from harness import models
 from harness.layout import Layout
+from harness.measure.communication import summarise
+from harness.measure.predicted_memory import registry
 from harness.placement import seats
 from harness.topology import Topology
 from harness.traffic import leaving_bytes
@@ -20,7 +23,7 @@ from impls.native.parts.replica_costs import replica_traffic
 from tests.conftest import parity_case
 
 if TYPE_CHECKING:
-    from tests.conftest import Worlds
+    from tests.conftest import Instrumented, Worlds
 
 MUTANTS = Path(__file__).with_name("hierarchy_mutants.py")
 TWO_BY_TWO = Topology(num_nodes=2, ranks_per_node=2)
@@ -111,6 +114,25 @@ def test_gate_catches_broken_levels(worlds: Worlds, mutant: str, options: dict[s
 def test_says_why_one_level_does_as_well(layout: Layout, topology: Topology, device: str, reason: str | None) -> None:
     found = hierarchy.flat_because(layout, seats(layout, topology), "data", torch.device(device))
     assert found is None if reason is None else reason in (found or "")
+
+
+@pytest.mark.parametrize(
+    ("implementation", "options"),
+    [("native.ddp", {"transport": "shared_memory"}), ("native.zero", {"stage": 2}), ("native.zero", {"stage": 3})],
+)
+def test_a_rank_sends_as_many_bytes_as_foreseen(
+    instrumented: Instrumented, implementation: str, options: dict[str, Any]
+) -> None:
+    case = parity_case("gpt:size=tiny", implementation, 4, options=options, topology=TWO_BY_TWO)
+    launch = instrumented.adopt(case)
+    launch.command("build")
+    launch.command("warm_up", num_steps=1)
+    answers = launch.command("measure_communication", num_steps=1)
+    sent = summarise([answer["records"] for answer in answers])["communication.bytes_per_step"]
+    kind, workload = implementations.load(implementation), models.load(case.workload)
+    assert sent == kind.predicted_wire_bytes(workload, registry(workload), case.layout, case.options)
+    across = [event for event in answers[0]["records"][0].events if event.ranks == (0, 2)]
+    assert across, "nothing went from node to node"
 
 
 def test_asked_for_where_it_cannot_be_it_is_told(worlds: Worlds) -> None:
