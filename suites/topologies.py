@@ -17,7 +17,7 @@ from harness.topology import Topology
 _WORKLOAD = "gpt:size=0.9m,global_batch_size=16"
 _IN_STAGES = f"{_WORKLOAD},num_micro_batches=4"
 _LINKS_MBITS = (None, 1000.0, 200.0)
-_MEASUREMENT = Measurement(parity_steps=3, warm_up_steps=2, timed_steps=5, communication_steps=3, memory_steps=0)
+_MEASUREMENT = Measurement(parity_steps=3, warm_up_steps=3, timed_steps=10, communication_steps=3, memory_steps=0)
 _SHAPED = replace(_MEASUREMENT, parity_steps=0)
 
 _ALL = Layout(data=4)
