@@ -20,6 +20,7 @@ from harness import implementation, models, traffic
 from harness.case import Case
 from harness.code_change import num_changed_lines
 from harness.engines import Engine, Local, Start
+from harness.launch import emulated
 from harness.launch.emulated import EmulatedNodes
 from harness.launch.failure import LaunchFailed
 from harness.launch.watched import Launch
@@ -100,7 +101,7 @@ class MeasuredCase:
         if self._is_emulated:
             self.nodes = EmulatedNodes(self.case.placed)
         self.launch = self._launch("timed", instrumented=False)
-        if self.nodes is not None:
+        if self.nodes is not None and self.case.placed.num_nodes > 1:
             self._measure_links(self.nodes)
         self.environment = self._command("environment")[0]
         facts = self._command("build")[0]
@@ -121,9 +122,10 @@ class MeasuredCase:
     def time_one_round(self) -> None:
         """One window of timed steps."""
         assert self.launch is not None
-        sent_before = self.nodes.sent_bytes() if self.nodes else []
+        counts_bytes = self.nodes is not None and self.case.placed.num_nodes > 1
+        sent_before = self.nodes.sent_bytes() if self.nodes and counts_bytes else []
         answers = self._command("time_steps", num_steps=self.case.measurement.timed_steps)
-        if self.nodes is not None:
+        if self.nodes is not None and counts_bytes:
             sent = [after - before for after, before in zip(self.nodes.sent_bytes(), sent_before, strict=True)]
             self.samples.setdefault("node_wire_bytes", []).append(sent)
         for seconds, answer in zip(self.samples["step_seconds"], answers, strict=True):
@@ -276,7 +278,12 @@ class MeasuredCase:
 
     @property
     def _is_emulated(self) -> bool:
-        return self.engine.emulates and self.case.placed.num_nodes > 1
+        """Whether it runs on emulated nodes: on several, or on the one that it names, as it stands beside others on
+        several and shall differ from them by the links alone."""
+        placed = self.case.placed
+        if not self.engine.emulates or placed.num_nodes > 1:
+            return self.engine.emulates
+        return self.case.topology is not None and self.case.world_size > 1 and emulated.unavailable(placed) is None
 
     def _measure_links(self, nodes: EmulatedNodes) -> None:
         """Before anything else: the links beside what the topology says of them. LaunchFailed where they differ."""

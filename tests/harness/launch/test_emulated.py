@@ -144,6 +144,16 @@ def test_other_placements_and_strategies_send_what_is_foreseen(
     assert sent == pytest.approx(foreseen, rel=0.03)
 
 
+def test_one_node_that_a_case_names_is_emulated_too(tmp_path: Path) -> None:
+    """It differs from those with several by the links alone: not by this machine's congestion control, say."""
+    named = case(Topology(ranks_per_node=2), parity_steps=0)
+    on_its_own = replace(named, topology=None, workload="gpt:size=tiny,sequence_length=8")
+    suite = Suite(name="s", cases=(named, on_its_own))
+    found = runner.run(suite, tmp_path, progress=SilentProgress())
+    assert [(result.status, result.environment["emulated"]) for result in found] == [("ok", True), ("ok", False)]
+    assert not any(name.startswith("topology.") or SENT in name for name in found[0].metrics)
+
+
 def test_a_delay_is_a_delay(tmp_path: Path) -> None:
     if reason := emulated.unavailable(DELAYED):
         pytest.skip(reason)
