@@ -1,6 +1,6 @@
 """What a checkout can do: `nox -s smoke`, `nox -s tests`, `nox -s lint`, `nox -s peers`, `nox -s sharding`,
-`nox -s baselines`, `nox -s slurm`, `nox -s browser`, `nox -s conformance`, `nox -s micro`, `nox -s paired`,
-`nox -s change_points`, `nox -s server`.
+`nox -s topologies`, `nox -s baselines`, `nox -s slurm`, `nox -s browser`, `nox -s conformance`, `nox -s micro`,
+`nox -s paired`, `nox -s change_points`, `nox -s server`.
 
 All sessions share the virtual environment .venv, so torch is installed once; nox itself gives each session its own, so
 they run with `python=False` and name .venv's commands. It is installed again only when pyproject.toml or
@@ -161,6 +161,15 @@ def sharding(session: nox.Session) -> None:
     directory = session.posargs[0] if session.posargs else "results/sharding"
     session.run(f"{COMMANDS}/meshmark", "run", "sharding", "--results", directory)
     session.run(f"{COMMANDS}/meshmark", "compare", directory, "--out", f"{directory}/comparison.md")
+
+
+@nox.session(python=False)
+def topologies(session: nox.Session) -> None:
+    """Every strategy over emulated nodes and links, and the page about them. An argument names the directory."""
+    install(session)
+    directory = session.posargs[0] if session.posargs else "results/topologies"
+    session.run(f"{COMMANDS}/meshmark", "run", "topologies", "--results", directory)
+    session.run(f"{COMMANDS}/meshmark", "compare", directory, "--out", f"{directory}/topologies.md")
 
 
 def install(session: nox.Session) -> None:

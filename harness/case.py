@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 from harness.layout import Layout
+from harness.placement import Seats, seats
 from harness.topology import Topology
 
 Role = Literal["subject", "peer", "floor", "reference"]
@@ -83,11 +84,10 @@ class Case:
         deadline = self.deadline_seconds
         if not isinstance(deadline, int | float) or isinstance(deadline, bool) or not 0 < deadline < math.inf:
             raise ValueError(f"case: deadline_seconds must be a finite number above 0, got {deadline!r}")
-        if self.topology is not None and self.topology.world_size != self.layout.world_size:
-            raise ValueError(
-                f"case: layout {self.layout} needs {self.layout.world_size} ranks, topology {self.topology} has "
-                f"{self.topology.world_size}"
-            )
+        try:
+            seats(self.layout, self.placed)
+        except ValueError as error:
+            raise ValueError(f"case: {error}") from None
 
     @property
     def world_size(self) -> int:
@@ -97,6 +97,11 @@ class Case:
     def placed(self) -> Topology:
         """The topology, with the default filled in."""
         return self.topology or Topology(ranks_per_node=self.world_size)
+
+    @property
+    def seats(self) -> Seats:
+        """On which node each rank sits."""
+        return seats(self.layout, self.placed)
 
     @property
     def side_by_side(self) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import typer
 
-from harness.commands import choosing, comparing, gate, looking, training
+from harness.commands import choosing, comparing, gate, links, looking, training
 from harness.commands.arguments import BAD_INPUT, one_line
 
 INTERRUPTED = 130
@@ -36,6 +36,7 @@ app.command()(looking.report)
 app.command()(comparing.compare)
 app.command()(choosing.choose)
 app.command()(choosing.dashboard)
+app.command()(links.links)
 app.command()(gate.check)
 app.command()(gate.accept)
 app.command()(looking.upload)

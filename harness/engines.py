@@ -30,7 +30,7 @@ class Start:
 
     case: Case
     directory: Path
-    weights: Path
+    weights: Path | None
     device: str
     instrumented: bool
     nodes: EmulatedNodes | None = None

@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from harness import interconnect
+
 MALLOC_SETTINGS: Mapping[str, str] = {
     "MALLOC_MMAP_THRESHOLD_": str(4 * 2**30),
     "MALLOC_TRIM_THRESHOLD_": str(16 * 2**30),
@@ -59,11 +61,13 @@ def describe(device: torch.device | str) -> dict[str, Any]:
         "malloc": {name: os.environ.get(name) for name in MALLOC_SETTINGS},
         "variables": {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.fullmatch(name)},
     }
+    links = _or_none(interconnect.describe, kind)
     commit, dirty = _or_none(checkout, Path(__file__).resolve().parent.parent) or (None, None)
     return {
         "device": {"kind": kind, "name": devices[0] if devices else machine["cpu_model"], "count": len(devices)},
         **machine,
         **software,
+        **({"interconnect": links} if links else {}),
         "commit": commit,
         "dirty": dirty,
         "machine_fingerprint": machine_fingerprint(machine, devices),

@@ -19,6 +19,8 @@ from harness.loading import load_from_file
 from harness.mesh import Mesh
 from harness.parameters import LogicalParameter, MemoryCategory
 from harness.pipeline_marks import PredictedPipeline
+from harness.placement import Seats
+from harness.traffic import Traffic
 from harness.workload import Batch, Workload
 
 Phase = Literal["forward", "backward", "reduce", "optimizer"]
@@ -167,6 +169,19 @@ class Implementation(ABC):
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> int | None:
         """Bytes one rank sends in one step, from the closed form of the strategy (the largest rank's), or None."""
+        return None
+
+    @classmethod
+    def predicted_traffic(
+        cls,
+        workload: Workload,
+        parameters: Sequence[LogicalParameter],
+        layout: Layout,
+        seats: Seats,
+        options: Mapping[str, Any],
+    ) -> Traffic | None:
+        """Bytes that each rank sends to each other one in one step, on gloo, from the closed form of the strategy, or
+        None. What does not grow with the model may be left out."""
         return None
 
     @classmethod

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
-from harness import implementation, models
+from harness import implementation, models, traffic
 from harness.case import Case
 from harness.code_change import num_changed_lines
 from harness.engines import Engine, Local, Start
+from harness.launch import emulated
 from harness.launch.emulated import EmulatedNodes
 from harness.launch.failure import LaunchFailed
 from harness.launch.watched import Launch
@@ -100,7 +101,7 @@ class MeasuredCase:
         if self._is_emulated:
             self.nodes = EmulatedNodes(self.case.placed)
         self.launch = self._launch("timed", instrumented=False)
-        if self.nodes is not None:
+        if self.nodes is not None and self.case.placed.num_nodes > 1:
             self._measure_links(self.nodes)
         self.environment = self._command("environment")[0]
         facts = self._command("build")[0]
@@ -121,9 +122,10 @@ class MeasuredCase:
     def time_one_round(self) -> None:
         """One window of timed steps."""
         assert self.launch is not None
-        sent_before = self.nodes.sent_bytes() if self.nodes else []
+        counts_bytes = self.nodes is not None and self.case.placed.num_nodes > 1
+        sent_before = self.nodes.sent_bytes() if self.nodes and counts_bytes else []
         answers = self._command("time_steps", num_steps=self.case.measurement.timed_steps)
-        if self.nodes is not None:
+        if self.nodes is not None and counts_bytes:
             sent = [after - before for after, before in zip(self.nodes.sent_bytes(), sent_before, strict=True)]
             self.samples.setdefault("node_wire_bytes", []).append(sent)
         for seconds, answer in zip(self.samples["step_seconds"], answers, strict=True):
@@ -147,6 +149,7 @@ class MeasuredCase:
             of_nodes = [sum(rounds) for rounds in zip(*self.samples["node_wire_bytes"], strict=True)]
             num_steps = self.case.measurement.timed_steps * len(self.samples["node_wire_bytes"])
             self.metrics["communication.node_wire_bytes_per_step"] = max(of_nodes) / num_steps
+            self._predict_node_bytes()
         workload = models.load(self.case.workload)
         cpu_seconds = [sum(of_rank) for of_rank in zip(*self.samples["cpu_seconds"], strict=True)]
         self.metrics |= time_metrics(self.samples["step_seconds"], cpu_seconds, self.samples["tokens"], workload.unit)
@@ -189,7 +192,8 @@ class MeasuredCase:
         self.metrics |= communication.exposed(real, null)
         self.samples["communication"] = [[record.to_json() for record in answer["records"]] for answer in answers]
         self.samples |= {"instrumented_real_seconds": real, "instrumented_null_seconds": null}
-        self._measure_latency(null)
+        if not self._is_emulated:  # the link is what it was asked to be, not to be made longer still
+            self._measure_latency(null)
 
     def _measure_latency(self, null_seconds: list[float]) -> None:
         """How many latencies a step waits for; left out where the transport cannot be delayed."""
@@ -224,6 +228,16 @@ class MeasuredCase:
             self.metrics["pipeline.predicted_bubble_ratio"] = foreseen.bubble_ratio
             self.metrics["pipeline.predicted_in_flight_micro_batches"] = float(max(foreseen.in_flight))
             self.samples.setdefault("pipeline", {})["predicted_in_flight"] = foreseen.in_flight
+
+    def _predict_node_bytes(self) -> None:
+        """What the node that sends most puts on its link, by the closed form."""
+        case = self.case
+        kind = implementation.load(case.implementation)
+        workload = in_precision(models.load(case.workload), case.precision)
+        sent = kind.predicted_traffic(workload, registry(workload), case.layout, case.seats, case.options)
+        if sent is not None and case.role != "floor":
+            leaving = max(traffic.leaving_bytes(sent, case.seats))
+            self.metrics["communication.predicted_node_wire_bytes_per_step"] = float(leaving)
 
     def fail(self, failure: LaunchFailed) -> None:
         """Keeps what went wrong; the case takes part in nothing more."""
@@ -264,7 +278,12 @@ class MeasuredCase:
 
     @property
     def _is_emulated(self) -> bool:
-        return self.engine.emulates and self.case.placed.num_nodes > 1
+        """Whether it runs on emulated nodes: on several, or on the one that it names, as it stands beside others on
+        several and shall differ from them by the links alone."""
+        placed = self.case.placed
+        if not self.engine.emulates or placed.num_nodes > 1:
+            return self.engine.emulates
+        return self.case.topology is not None and self.case.world_size > 1 and emulated.unavailable(placed) is None
 
     def _measure_links(self, nodes: EmulatedNodes) -> None:
         """Before anything else: the links beside what the topology says of them. LaunchFailed where they differ."""
@@ -277,7 +296,7 @@ class MeasuredCase:
         # The one that does not count is among the bytes.
         sent = [num_bytes * links.NUM_REPEATS // (links.NUM_REPEATS + 1) for num_bytes in sent]
         mbits = links.carried_mbits([max(of_ranks) for of_ranks in zip(*answers, strict=True)], sent)
-        far_apart = (0, next(rank for rank in range(topology.world_size) if topology.node_of(rank) == 1))
+        far_apart = (0, next(rank for rank, node in enumerate(self.case.seats.node_of_rank) if node == 1))
         trips = self._command("round_trip_seconds", ranks=far_apart, num_repeats=links.NUM_ROUND_TRIPS)
         delay = links.one_way_ms(trips[0])
         self.metrics |= {"topology.measured_link_mbits": mbits, "topology.measured_delay_ms": delay}

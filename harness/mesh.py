@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from harness.layout import Axis, Coordinates, Layout
+from harness.placement import seats
 from harness.topology import Topology
 
 if TYPE_CHECKING:
@@ -33,10 +34,7 @@ class Mesh:
         observer: CollectiveObserver | None = None,
         timeout: timedelta = timedelta(seconds=60),
     ) -> None:
-        if topology.world_size != layout.world_size:
-            raise ValueError(
-                f"layout {layout} needs {layout.world_size} ranks, topology {topology} has {topology.world_size}"
-            )
+        self.seats = seats(layout, topology)
         self.layout = layout
         self.topology = topology
         self.rank = rank
@@ -77,9 +75,24 @@ class Mesh:
             self._parts.append(own)
         return own
 
+    def levels(self, axis: Axis) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """Two groups of ranks of this rank's group along `axis`, new ones at each call: those on its node, and those
+        that have its place on each node. Collective over all ranks. ValueError where nodes have different numbers of a
+        group's ranks."""
+        own: list[dist.ProcessGroup] = []
+        for ranks in self.layout.groups(axis):
+            by_node = self.seats.by_node(ranks)
+            for members in (*by_node, *zip(*by_node, strict=True)):
+                group = dist.new_group(list(members), timeout=self._timeout)
+                if self.rank in members:
+                    own.append(group)
+        self._parts += own
+        inside, across = own
+        return inside, across
+
     def on_one_node(self, axis: Axis) -> bool:
         """Whether this rank's group along `axis` lies within one node."""
-        return self.topology.on_one_node(self.ranks(axis))
+        return self.seats.on_one_node(self.ranks(axis))
 
     def close(self) -> None:
         """Ends the groups this mesh has made. Collective."""

@@ -60,9 +60,11 @@ def _explained(path: str, error: ValueError) -> str:
 
 
 def description(case: Case) -> str:
-    """What `--only` is matched against: `native.ddp reduction=ring data=2 gpt:size=tiny fp32`, and the name of the
-    comparison, if it has one."""
-    return f"{case.label} {case.layout} {case.workload} {case.precision} {case.comparison}".rstrip()
+    """What `--only` is matched against: `native.ddp reduction=ring data=2 gpt:size=tiny fp32`, then the topology and
+    the name of the comparison, if it has them."""
+    topology = "" if case.topology is None else str(case.topology)
+    words = (case.label, case.layout, case.workload, case.precision, topology, case.comparison)
+    return " ".join(str(word) for word in words if str(word))
 
 
 def select(suite: Suite, pattern: str) -> Suite:

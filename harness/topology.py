@@ -1,17 +1,18 @@
-"""Topology: the machines a case runs on: nodes, ranks per node, the link between nodes, and where each rank sits."""
+"""Topology: the machines a case runs on: nodes, ranks per node, the link between nodes, and what is placed together."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-Placement = Literal["contiguous", "scattered"]
+Placement = Literal["contiguous", "scattered", "tensor_inside_node", "shard_group_inside_node"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
     """`link_mbits` None means that the link is not shaped. Placement `contiguous` fills a node before the next one;
-    `scattered` deals ranks out to the nodes in turn."""
+    `scattered` deals ranks out to the nodes in turn; the others fill nodes with whole groups of an axis, see
+    harness/placement.py."""
 
     num_nodes: int = 1
     ranks_per_node: int
@@ -40,19 +41,13 @@ class Topology:
                 f"topology: one node has no link to another, got link_mbits {self.link_mbits}, delay_ms {self.delay_ms}"
             )
         if self.placement not in get_args(Placement):
-            raise ValueError(f"topology: placement must be one of {get_args(Placement)}, got {self.placement!r}")
+            raise ValueError(
+                f"topology: placement must be one of {', '.join(get_args(Placement))}, got {self.placement!r}"
+            )
 
     @property
     def world_size(self) -> int:
         return self.num_nodes * self.ranks_per_node
-
-    def node_of(self, rank: int) -> int:
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank must be in [0, {self.world_size}) for {self.num_nodes} nodes, got {rank}")
-        return rank // self.ranks_per_node if self.placement == "contiguous" else rank % self.num_nodes
-
-    def on_one_node(self, ranks: tuple[int, ...]) -> bool:
-        return len({self.node_of(rank) for rank in ranks}) <= 1
 
     def __str__(self) -> str:
         link = "" if self.link_mbits is None else f" at {self.link_mbits:g} Mbit/s"

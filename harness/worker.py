@@ -28,6 +28,8 @@ from harness.case import Case
 from harness.launch.failure import Report
 from harness.launch.fork_server import tie_to_server
 from harness.launch.watched import JOIN_SECONDS, Job
+from harness.link_table import Operation
+from harness.measure.collectives import collective_seconds
 from harness.measure.communication import StepRecord
 from harness.measure.communication_recorder import CommunicationRecorder
 from harness.measure.memory import NUM_WARM_UP_STEPS, MemoryRecorder, MemoryReport
@@ -195,6 +197,10 @@ class Worker:
             dist.all_reduce(payload, group=self.control)
             seconds.append(time.perf_counter() - began)
         return seconds[1:]
+
+    def collective_seconds(self, operation: Operation, payload_bytes: int, num_repeats: int) -> list[float]:
+        """Seconds of each of some collectives over all ranks, see harness/measure/collectives.py."""
+        return collective_seconds(operation, payload_bytes, num_repeats, control=self.control, device=self.device)
 
     def round_trip_seconds(self, ranks: tuple[int, int], num_repeats: int) -> list[float]:
         """Seconds of each of some messages of a few bytes from the first of two ranks to the second and back; none on

@@ -17,6 +17,8 @@ FOR_IMPLEMENTATIONS = {
     "harness.layout",
     "harness.mesh",
     "harness.topology",
+    "harness.placement",
+    "harness.traffic",
     "harness.implementation",
     "harness.evaluation",
     "harness.parameters",

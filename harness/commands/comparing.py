@@ -44,7 +44,7 @@ def compare(
     ] = None,
     no_upload: Annotated[bool, typer.Option("--no-upload", help="Leave MLflow alone.")] = False,
 ) -> None:
-    """Compare the strategies of a run on a page; or time two revisions, or two versions of a peer, in turns.
+    """Compare the strategies of a run on a page (of one on several topologies, what links cost); or time two revisions, or two versions of a peer, in turns.
 
     [bold]meshmark compare results/sharding-20300101-120000 --out sharding.md[/]   a page: memory, bytes, time, lines
 
@@ -83,11 +83,12 @@ def compare(
 
 
 def _page(results: list[Path], out: Path | None) -> None:
-    from harness import comparison, comparison_page
+    from harness import comparison, comparison_page, topology_page
 
     with bad_input():
         found = comparison.read_runs(results)
-        page = comparison_page.page(found, *results)
+        of_topologies = topology_page.spans_topologies(found)
+        page = (topology_page if of_topologies else comparison_page).page(found, *results)
         if out is not None:
             out.write_text(page, encoding="utf-8")
     print(page if out is None else f"{out}: {len(found)} cases", end="" if out is None else "\n")

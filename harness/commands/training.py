@@ -162,9 +162,10 @@ def try_one(
         float | None, typer.Option(metavar="MBITS", help="The rate of each node's link; unshaped by default.")
     ] = None,
     delay_ms: Annotated[float, typer.Option(metavar="MS", help="The delay between two nodes.")] = 0.0,
-    placement: Annotated[str, typer.Option(help="contiguous fills a node before the next; scattered deals out.")] = (
-        "contiguous"
-    ),
+    placement: Annotated[
+        Literal["contiguous", "scattered", "tensor_inside_node", "shard_group_inside_node"],
+        typer.Option(help="contiguous fills a node before the next, scattered deals ranks out to the nodes in turn."),
+    ] = "contiguous",
     results: ResultsOption = None,
     as_json: JsonOption = False,
     no_upload: NoUploadOption = False,

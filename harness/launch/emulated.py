@@ -57,10 +57,9 @@ class EmulatedNodes:
     ) -> None:
         self.close()
 
-    def network_of(self, rank: int) -> NodeNetwork:
-        """How `rank` gets into the network of its node."""
-        node = self._nodes[self.topology.node_of(rank)]
-        return NodeNetwork(holder=node.pid, interface=INTERFACE, owned=self._owned)
+    def network_of(self, node: int) -> NodeNetwork:
+        """How a rank gets into the network of its node."""
+        return NodeNetwork(holder=self._nodes[node].pid, interface=INTERFACE, owned=self._owned)
 
     def sent_bytes(self) -> list[int]:
         """What each node has put on its link so far, headers included."""

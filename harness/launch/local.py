@@ -10,9 +10,11 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from harness.case import Case
 from harness.launch.emulated import EmulatedNodes
 from harness.launch.fork_server import Fork
 from harness.launch.watched import COLLECTIVE_MARGIN_SECONDS, Job, Launch, Rank
+from harness.placement import seats
 
 
 class LocalLaunch(Launch):
@@ -42,6 +44,7 @@ class LocalLaunch(Launch):
         directory.mkdir(parents=True, exist_ok=True)
         # Another name for every launch: a file that is left over from a killed one would admit nobody.
         self._rendezvous = directory.resolve() / f"rendezvous-{uuid.uuid4().hex}"
+        placed = None if nodes is None else seats(Case.from_json(case).layout, nodes.topology)
         try:
             for rank in range(world_size):
                 job = Job(
@@ -55,7 +58,7 @@ class LocalLaunch(Launch):
                     threads=threads,
                     instrumented=instrumented,
                     timeout_seconds=deadline_seconds + COLLECTIVE_MARGIN_SECONDS,
-                    network=None if nodes is None else nodes.network_of(rank),
+                    network=None if nodes is None or placed is None else nodes.network_of(placed.node_of_rank[rank]),
                 )
                 self._ranks.append(Rank(process=Fork(main, job, f"meshmark rank {rank}"), job=job))
         except BaseException:

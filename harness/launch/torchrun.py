@@ -27,9 +27,11 @@ from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
 
+from harness.case import Case
 from harness.launch.failure import Ending, LaunchFailed
 from harness.launch.fork_server import RANK_ENVIRONMENT
 from harness.launch.watched import COLLECTIVE_MARGIN_SECONDS, JOIN_SECONDS, Job, Launch, Rank
+from harness.placement import seats
 from harness.topology import Topology
 
 KEY_VARIABLE = "MESHMARK_KEY"
@@ -142,9 +144,9 @@ class TorchrunLaunch(Launch):
                         )
                     )
             lines = self._wait_for_ranks(join_seconds)
-            for rank in range(topology.world_size):
-                node = topology.node_of(rank)
-                local_rank = [r for r in range(topology.world_size) if topology.node_of(r) == node].index(rank)
+            placed = seats(Case.from_json(case).layout, topology)
+            for rank, node in enumerate(placed.node_of_rank):
+                local_rank = placed.local_rank(rank)
                 hello, commands = lines["commands", node, local_rank]
                 job = Job(
                     case=case,

@@ -50,6 +50,7 @@ class Shape:
 # The table gives xl 24 heads of 128 and 13b a width of 5140, which do not multiply out: here 16 heads, and 40 of 128.
 SIZES = {
     "tiny": Shape(num_layers=2, width=32, num_heads=4, vocabulary_size=256, sequence_length=16),
+    "0.9m": Shape(num_layers=4, width=128, num_heads=4, vocabulary_size=512, sequence_length=64),
     "17m": Shape(num_layers=6, width=384, num_heads=6, vocabulary_size=8192, sequence_length=128),
     "30m": Shape(num_layers=8, width=480, num_heads=8, vocabulary_size=8192, sequence_length=256),
     "small": Shape(num_layers=12, width=768, num_heads=12),

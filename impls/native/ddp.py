@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from harness import traffic
 from harness.implementation import EvaluationOutput, Implementation, Preparation, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
@@ -28,8 +29,10 @@ from harness.parameters import (
     broadcast_wire_bytes,
     replicated_state_bytes,
 )
+from harness.placement import Seats
+from harness.traffic import Traffic
 from harness.workload import Batch, Workload
-from impls.native.parts import shared_memory
+from impls.native.parts import hierarchy, shared_memory
 from impls.native.parts.bucket_sums import BucketSums, OwnShares, Piece, ProcessGroupSums, SharedMemorySums
 from impls.native.parts.buckets import BucketPlan, plan_buckets, refuse_sparse_gradients
 from impls.native.parts.buffer_broadcasts import BufferBroadcasts
@@ -37,9 +40,11 @@ from impls.native.parts.collectives import parameter_server_all_reduce, ring_all
 from impls.native.parts.direct_gradients import Place, TrainingTask, prepare_dry_run
 from impls.native.parts.flat_memory import copy_into
 from impls.native.parts.gradient_bucket import GradientBucket, refusal_of_late
+from impls.native.parts.hierarchy import Hierarchical
 from impls.native.parts.optimizer_state import by_parameter, state_names
 from impls.native.parts.order_of_use import in_order_of_use
 from impls.native.parts.rank_model import Kinds, Passes, RankModel
+from impls.native.parts.replica_costs import replica_traffic
 from impls.native.parts.shared_memory import Transport
 from impls.native.parts.synchronised_batch_norm import prepared_alone, summed_bytes, synchronise_batch_norm
 
@@ -50,11 +55,12 @@ Reduction = Literal["all_reduce", "ring", "parameter_server", "none"]
 
 class NativeDataParallel(Implementation):
     """`reduction` says how gradients are summed over the process group (see parts/collectives.py), or "none": no
-    training then, but the floor under this very code;
-    `transport="shared_memory"` sums them through mapped memory where all ranks share a machine, and falls back to the
-    process group elsewhere (`transport` tells which it is). `bucket_bytes` bounds a bucket; gradients of fewer than
-    `small_bytes` come to it together (parts/gradient_bucket.py); `direct_gradients` computes larger weight gradients
-    where they are reduced (parts/direct_gradients.py).
+    training then, but the floor under this very code; `hierarchical` takes reduction=all_reduce in two levels
+    (parts/hierarchy.py), "auto" where several nodes have several ranks each.
+    `transport="shared_memory"` sums them through mapped memory where all ranks, or in two levels those of each node,
+    share a machine, and falls back to the process group elsewhere (`transport` tells which it is). `bucket_bytes`
+    bounds a bucket; gradients of fewer than `small_bytes` come to it together (parts/gradient_bucket.py);
+    `direct_gradients` computes larger weight gradients where they are reduced (parts/direct_gradients.py).
     """
 
     strategy = "data_parallel"
@@ -76,6 +82,8 @@ class NativeDataParallel(Implementation):
     def refused_options(cls, options: Mapping[str, Any]) -> str | None:
         if options.get("reduction") == "none" and options.get("transport") == "shared_memory":
             return "reduction=none sums nothing, got transport=shared_memory to sum it through"
+        if options.get("hierarchical") == "on" and options.get("reduction", "all_reduce") != "all_reduce":
+            return f"hierarchical=on is a way of reduction=all_reduce, got reduction={options['reduction']}"
         for name, least in (("bucket_bytes", 1), ("small_bytes", 0)):
             if options.get(name, least) < least:
                 return f"{name} must be at least {least}, got {options[name]}"
@@ -111,6 +119,27 @@ class NativeDataParallel(Implementation):
             summed += workload.training.num_micro_batches * summed_bytes(workload, layout.data)
         return all_reduce_wire_bytes(summed, ranks) + served + broadcast_wire_bytes(workload.buffer_bytes(), ranks)
 
+    @classmethod
+    def predicted_traffic(
+        cls,
+        workload: Workload,
+        parameters: Sequence[LogicalParameter],
+        layout: Layout,
+        seats: Seats,
+        options: Mapping[str, Any],
+    ) -> Traffic | None:
+        """The bytes of `predicted_wire_bytes`, from rank to rank."""
+        gradients = replicated_state_bytes(parameters, workload.precision, workload.training.num_moments)["gradients"]
+        reduction = options.get("reduction", "all_reduce")
+        if reduction == "all_reduce":
+            hierarchical = options.get("hierarchical", "auto")
+            return replica_traffic(gradients, workload, layout, seats, hierarchical)
+        server, *clients = layout.groups("data")[0]
+        summed = traffic.all_reduce((server, *clients), gradients)
+        if reduction == "parameter_server" and options.get("transport") != "shared_memory":
+            summed = Traffic({pair: gradients for peer in clients for pair in ((peer, server), (server, peer))})
+        return traffic.total((summed, replica_traffic(0, workload, layout, seats, "off")))
+
     def __init__(
         self,
         workload: Workload,
@@ -120,6 +149,7 @@ class NativeDataParallel(Implementation):
         *,
         reduction: Reduction = "all_reduce",
         transport: Transport = "process_group",
+        hierarchical: Hierarchical = "auto",
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         small_bytes: int = DEFAULT_SMALL_BYTES,
         direct_gradients: bool = True,
@@ -127,15 +157,22 @@ class NativeDataParallel(Implementation):
         for name, value, choices in (
             ("reduction", reduction, get_args(Reduction)),
             ("transport", transport, get_args(Transport)),
+            ("hierarchical", hierarchical, get_args(Hierarchical)),
         ):
             if value not in choices:
                 raise ValueError(f"{self.whose}: {name} must be one of {', '.join(choices)}, got {value!r}")
-        given = {"reduction": reduction, "transport": transport}
+        given = {"reduction": reduction, "transport": transport, "hierarchical": hierarchical}
         if reason := self.refused_options(given | {"bucket_bytes": bucket_bytes, "small_bytes": small_bytes}):
             raise ValueError(f"{self.whose}: {reason}")
         self.workload = workload
         self.device = device
-        self.transport_fallback = shared_memory.why_not(mesh, device) if transport == "shared_memory" else None
+        self.hierarchical_fallback = hierarchy.fallback(hierarchical, mesh, "data", device)
+        self.levels = None
+        if reduction == "all_reduce" and hierarchy.is_chosen(hierarchical, layout, mesh.seats, "data", device):
+            self.levels = hierarchy.levels(mesh, "data")
+        self.transport_fallback = None
+        if transport == "shared_memory":
+            self.transport_fallback = shared_memory.why_not(mesh, device, inside_nodes=self.levels is not None)
         self.transport = "process_group" if self.transport_fallback else transport
         self.group = mesh.group("data")
         self.model = self._make_model(workload, layout, mesh, device)
@@ -281,6 +318,7 @@ class NativeDataParallel(Implementation):
 
     def facts(self) -> Mapping[str, str]:
         facts = {"transport": self.transport, "num_buckets": str(len(self.buckets)), **self.model.facts()}
+        facts |= hierarchy.facts(self.levels, self.hierarchical_fallback)
         return facts | ({"transport_fallback": self.transport_fallback} if self.transport_fallback else {})
 
     def replicated_tensors(self) -> Iterable[Tensor]:
@@ -315,13 +353,23 @@ class NativeDataParallel(Implementation):
         precision = self.workload.precision
         shapes = [(plan.num_elements, precision.gradient if precision.master else plan.dtype) for plan in plans]
         if self.transport == "shared_memory":
-            timeout = shared_memory.TIMEOUT_SECONDS
             return SharedMemorySums(
-                shared_memory.SharedBuffers(shapes, self.group, timeout_seconds=timeout, observer=mesh.observer)
+                shared_memory.SharedBuffers(
+                    shapes,
+                    self.levels.inside if self.levels else self.group,
+                    timeout_seconds=shared_memory.TIMEOUT_SECONDS,
+                    observer=mesh.observer,
+                    across=self.levels.across if self.levels else None,
+                )
             )
         if reduction == "none" or self.group.size() == 1:
             return OwnShares(shapes, self.group, device)
-        composed = {"ring": ring_all_reduce, "parameter_server": parameter_server_all_reduce}.get(reduction)
+        composed: Callable[[Tensor], None] | None = None
+        if self.levels is not None:
+            composed = partial(hierarchy.all_reduce, levels=self.levels)
+        elif reduction != "all_reduce":
+            by_name = {"ring": ring_all_reduce, "parameter_server": parameter_server_all_reduce}
+            composed = partial(by_name[reduction], group=self.group)
         return ProcessGroupSums(shapes, self.group, device, composed)
 
     def _check_parameters(self) -> None:

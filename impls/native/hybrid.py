@@ -17,19 +17,23 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from harness import traffic
 from harness.implementation import DryStep, EvaluationOutput, Implementation, StepOutput
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.parameters import LogicalParameter, MemoryCategory
 from harness.pipeline_marks import PredictedPipeline
+from harness.placement import Seats
 from harness.stage_costs import Partition
+from harness.traffic import Traffic
 from harness.workload import Batch, Workload
 from impls.native import pipeline
 from impls.native.ddp import DEFAULT_SMALL_BYTES, NativeDataParallel, bucket_plans
 from impls.native.parts import hybrid_costs
 from impls.native.parts.dry_step import dry_step
 from impls.native.parts.flat_optimizer import converted_bytes
-from impls.native.parts.pipeline_costs import RankCosts, rank_costs
+from impls.native.parts.hierarchy import Hierarchical
+from impls.native.parts.pipeline_costs import RankCosts, rank_costs, traffic_along
 from impls.native.parts.rank_model import RankModel
 from impls.native.parts.schedules import make
 from impls.native.parts.shared_memory import Transport
@@ -116,6 +120,26 @@ class NativeHybrid(Implementation):
         return hybrid_costs.wire_bytes(workload, layout, options, ranks) if ranks else None
 
     @classmethod
+    def predicted_traffic(
+        cls,
+        workload: Workload,
+        parameters: Sequence[LogicalParameter],
+        layout: Layout,
+        seats: Seats,
+        options: Mapping[str, Any],
+    ) -> Traffic | None:
+        """None for slices within a pipeline."""
+        ranks = _rank_costs(workload, layout, options)
+        if not ranks or (layout.tensor > 1 and layout.pipeline > 1):
+            return None
+        along_data = hybrid_costs.traffic_along_data(workload, layout, seats, options, ranks)
+        if layout.pipeline > 1:
+            planned = pipeline.plan(workload, layout, options)
+            return None if planned is None else traffic.total((along_data, traffic_along(planned, ranks, layout)))
+        slices = (traffic.ring(group, ranks[0].sent_bytes) for group in layout.groups("tensor"))
+        return traffic.total((along_data, *slices))
+
+    @classmethod
     def predicted_pipeline(
         cls, workload: Workload, layout: Layout, options: Mapping[str, Any]
     ) -> PredictedPipeline | None:
@@ -132,6 +156,7 @@ class NativeHybrid(Implementation):
         reshard_after_forward: bool = True,
         transport: Transport = "process_group",
         sequence_parallel: bool = False,
+        hierarchical: Hierarchical = "auto",
         schedule: str = "1f1b",
         chunks: int = 1,
         partition: Partition = "flops",
@@ -166,6 +191,7 @@ class NativeHybrid(Implementation):
             return model
 
         options: dict[str, Any] = {"transport": transport, "direct_gradients": direct_gradients}
+        options["hierarchical"] = hierarchical
         if bucket_bytes is not None:
             options["bucket_bytes"] = bucket_bytes
         if stage == 3:

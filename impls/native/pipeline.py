@@ -19,13 +19,15 @@ from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.parameters import LogicalParameter, MemoryCategory, replicated_state_bytes
 from harness.pipeline_marks import PredictedPipeline
+from harness.placement import Seats
 from harness.stage_costs import Partition, stages_of
+from harness.traffic import Traffic
 from harness.workload import Batch, Workload
 from impls.native.ddp import DEFAULT_SMALL_BYTES, NativeDataParallel, bucket_plans
 from impls.native.parts.dry_step import dry_step
 from impls.native.parts.flat_optimizer import converted_bytes
 from impls.native.parts.partial_model import build_partly
-from impls.native.parts.pipeline_costs import RankCosts, rank_costs
+from impls.native.parts.pipeline_costs import RankCosts, rank_costs, traffic_along
 from impls.native.parts.pipeline_executor import MAX_TENSORS
 from impls.native.parts.pipeline_messages import HeldMessages, Messages, NoMessages
 from impls.native.parts.pipeline_model import PipelineStages
@@ -96,6 +98,18 @@ class NativePipeline(NativeDataParallel):
     ) -> int | None:
         costs = _costs(workload, layout, options)
         return None if costs is None else max(rank.sent_bytes for rank in costs)
+
+    @classmethod
+    def predicted_traffic(
+        cls,
+        workload: Workload,
+        parameters: Sequence[LogicalParameter],
+        layout: Layout,
+        seats: Seats,
+        options: Mapping[str, Any],
+    ) -> Traffic | None:
+        planned, costs = plan(workload, layout, options), _costs(workload, layout, options)
+        return None if planned is None or costs is None else traffic_along(planned, costs, layout)
 
     @classmethod
     def predicted_pipeline(

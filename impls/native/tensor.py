@@ -16,10 +16,13 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import nn
 
+from harness import traffic
 from harness.implementation import DryStep
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.parameters import LogicalParameter, MemoryCategory, replicated_state_bytes
+from harness.placement import Seats
+from harness.traffic import Traffic
 from harness.workload import Batch, Workload
 from impls.native.ddp import DEFAULT_SMALL_BYTES, NativeDataParallel, bucket_plans
 from impls.native.parts import shared_memory, tensor_model
@@ -90,6 +93,19 @@ class NativeTensorParallel(NativeDataParallel):
     ) -> int | None:
         costs = _costs(workload, layout, options)
         return None if costs is None else costs.activation_bytes + costs.partial_bytes + costs.norm_bytes
+
+    @classmethod
+    def predicted_traffic(
+        cls,
+        workload: Workload,
+        parameters: Sequence[LogicalParameter],
+        layout: Layout,
+        seats: Seats,
+        options: Mapping[str, Any],
+    ) -> Traffic | None:
+        """Sums of activations go around a ring; so do the pieces of a cut sequence."""
+        sent_bytes = cls.predicted_wire_bytes(workload, parameters, layout, options)
+        return None if sent_bytes is None else traffic.ring(layout.groups("tensor")[0], sent_bytes)
 
     def __init__(
         self,

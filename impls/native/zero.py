@@ -36,14 +36,17 @@ from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import clip_coefficient, global_norm
 from harness.parameters import LogicalParameter, MemoryCategory
+from harness.placement import Seats
+from harness.traffic import Traffic
 from harness.workload import Batch, Workload
-from impls.native.parts import shared_memory, zero_costs, zero_dry_run
+from impls.native.parts import hierarchy, shared_memory, zero_costs, zero_dry_run
 from impls.native.parts.buckets import refuse_sparse_gradients
 from impls.native.parts.buffer_broadcasts import BufferBroadcasts
 from impls.native.parts.direct_gradients import Place, TrainingTask
 from impls.native.parts.flat_memory import copy_into
 from impls.native.parts.gradient_bucket import refusal_of_late
 from impls.native.parts.gradient_shards import MAX_IN_FLIGHT
+from impls.native.parts.hierarchy import Hierarchical
 from impls.native.parts.optimizer_state import by_parameter, state_names
 from impls.native.parts.rank_model import Kinds, Passes, RankModel
 from impls.native.parts.sharded_bucket import ShardedBucket
@@ -57,8 +60,9 @@ from impls.native.parts.zero_plan import ZeroPlan, plan_zero
 class NativeShardedOptimizer(Implementation):
     """`stage` says what is sharded. `reshard_after_forward` (stage 3) frees a block's parameters between its forward
     and its backward; without it they are gathered once a step. `transport="shared_memory"` exchanges through mapped
-    memory where a shard group shares a machine, and falls back to the process group elsewhere. `bucket_bytes` bounds a
-    bucket (default: parts/zero_plan.py); `direct_gradients` computes weight gradients where they are reduced
+    memory where a shard group shares a machine, and falls back to the process group elsewhere, where `hierarchical`
+    takes a group on several nodes in two levels (parts/hierarchical_exchange.py). `bucket_bytes` bounds a bucket
+    (default: parts/zero_plan.py); `direct_gradients` computes weight gradients where they are reduced
     (parts/direct_gradients.py).
     """
 
@@ -123,6 +127,19 @@ class NativeShardedOptimizer(Implementation):
     ) -> int | None:
         return zero_costs.wire_bytes(_plan(workload, parameters, layout, options), workload, layout)
 
+    @classmethod
+    def predicted_traffic(
+        cls,
+        workload: Workload,
+        parameters: Sequence[LogicalParameter],
+        layout: Layout,
+        seats: Seats,
+        options: Mapping[str, Any],
+    ) -> Traffic | None:
+        """The bytes of `predicted_wire_bytes`, from rank to rank, but for norms."""
+        plan = _plan(workload, parameters, layout, options)
+        return zero_costs.traffic_of(plan, workload, layout, seats, options.get("hierarchical", "auto"))
+
     def __init__(
         self,
         workload: Workload,
@@ -133,10 +150,15 @@ class NativeShardedOptimizer(Implementation):
         stage: Literal[1, 2, 3] = 1,
         reshard_after_forward: bool = True,
         transport: Transport = "process_group",
+        hierarchical: Hierarchical = "auto",
         bucket_bytes: int | None = None,
         direct_gradients: bool = True,
     ) -> None:
-        for name, value, choices in (("stage", stage, (1, 2, 3)), ("transport", transport, get_args(Transport))):
+        for name, value, choices in (
+            ("stage", stage, (1, 2, 3)),
+            ("transport", transport, get_args(Transport)),
+            ("hierarchical", hierarchical, get_args(Hierarchical)),
+        ):
             if value not in choices:
                 raise ValueError(f"{self.whose}: {name} must be one of {', '.join(map(str, choices))}, got {value!r}")
         self.workload = workload
@@ -147,6 +169,11 @@ class NativeShardedOptimizer(Implementation):
             self.transport_fallback = shared_memory.why_not(mesh, device, axis="shard")
         self.shard_group = mesh.group("shard")
         self.replicas = mesh.group("replicate") if layout.data > layout.shard_degree else None
+        self.hierarchical_fallback = hierarchy.fallback(hierarchical, mesh, "shard", device)
+        self.levels_of_replicas = None
+        if hierarchy.is_chosen(hierarchical, layout, mesh.seats, "replicate", device):
+            self.levels_of_replicas = hierarchy.levels(mesh, "replicate")
+            self.hierarchical_fallback = None
         self.model = self._make_model(workload, layout, mesh, device)
         self.module = self.model.module
         refuse_sparse_gradients(self.module, self.whose)
@@ -170,6 +197,7 @@ class NativeShardedOptimizer(Implementation):
             workload,
             mesh,
             transport="process_group" if self.transport_fallback else transport,
+            is_hierarchical=hierarchy.is_chosen(hierarchical, layout, mesh.seats, "shard", device),
             whose=self.whose,
         )
         self.buckets: list[ShardedBucket] = self.memory.buckets
@@ -284,7 +312,9 @@ class NativeShardedOptimizer(Implementation):
         """This rank's shard of the sum over all data ranks."""
         bucket = self.buckets[index]
         self.memory.exchange.wait(index)
-        if self.replicas is not None:
+        if self.levels_of_replicas is not None:
+            hierarchy.all_reduce(bucket.shard_gradients, self.levels_of_replicas)
+        elif self.replicas is not None:
             dist.all_reduce(bucket.shard_gradients, group=self.replicas)
         bucket.settle()
 
@@ -320,6 +350,7 @@ class NativeShardedOptimizer(Implementation):
 
     def facts(self) -> Mapping[str, str]:
         facts = {"transport": self.memory.transport, "num_buckets": str(len(self.buckets)), **self.model.facts()}
+        facts |= hierarchy.facts(self.memory.levels or self.levels_of_replicas, self.hierarchical_fallback)
         if self.stage == 3:
             facts["num_units"] = str(len(self.plan.modules))
         if self.plan.untraced_because:

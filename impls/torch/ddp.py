@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from harness import traffic
 from harness.evaluation import evaluating, sum_losses
 from harness.implementation import EvaluationOutput, Implementation, Preparation, StepOutput, as_it_is, phase
 from harness.layout import Layout
@@ -24,6 +25,8 @@ from harness.parameters import (
     broadcast_wire_bytes,
     replicated_state_bytes,
 )
+from harness.placement import Seats
+from harness.traffic import Traffic
 from harness.workload import Batch, Workload
 from impls.torch.parts.first_ranks_buffers import broadcast_buffers
 
@@ -76,6 +79,19 @@ class TorchDataParallel(Implementation):
         if _finds_unused(workload, options.get("find_unused_parameters")):
             summed += 4 * sum(parameter.trainable for parameter in parameters)
         return all_reduce_wire_bytes(summed, layout.data) + broadcast_wire_bytes(workload.buffer_bytes(), layout.data)
+
+    @classmethod
+    def predicted_traffic(
+        cls,
+        workload: Workload,
+        parameters: Sequence[LogicalParameter],
+        layout: Layout,
+        seats: Seats,
+        options: Mapping[str, Any],
+    ) -> Traffic | None:
+        summed = replicated_state_bytes(parameters, workload.precision, workload.training.num_moments)["gradients"]
+        (ranks,) = layout.groups("data")
+        return traffic.total((traffic.all_reduce(ranks, summed), traffic.tree(ranks, 0, workload.buffer_bytes())))
 
     def __init__(
         self,

@@ -19,17 +19,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from harness import traffic
 from harness.evaluation import evaluating, sum_losses
 from harness.implementation import EvaluationOutput, Implementation, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import clip_coefficient, decay_groups, global_norm, norm_over_ranks, torch_optimizer
 from harness.parameters import LogicalParameter, MemoryCategory, logical_parameters
+from harness.placement import Seats
+from harness.traffic import Traffic
 from harness.workload import Batch, MicroBatch, Workload
 from impls.torch.parts import sharding_limits
 from impls.torch.parts.first_ranks_buffers import broadcast_buffers
 from impls.torch.parts.resharding import reshard
-from impls.torch.parts.sharded_costs import memory_bytes, wire_bytes
+from impls.torch.parts.sharded_costs import exchanged_bytes, memory_bytes, wire_bytes
 from impls.torch.parts.sharded_units import group_blocks, plan_units
 from impls.torch.parts.used_parameters import UsedParameters
 from impls.torch.parts.whole_tensors import local, whole
@@ -94,6 +97,31 @@ class TorchFullySharded(Implementation):
             layout,
             reshards=options.get("reshard_after_forward", True),
             reduces_each=options.get("reduce_each_micro_batch", True),
+        )
+
+    @classmethod
+    def predicted_traffic(
+        cls,
+        workload: Workload,
+        parameters: Sequence[LogicalParameter],
+        layout: Layout,
+        seats: Seats,
+        options: Mapping[str, Any],
+    ) -> Traffic | None:
+        """What is exchanged of parameters and gradients goes around rings of shards, then of replicas."""
+        units = plan_units(workload, parameters, _blocks_per_group(options), layout.shard_degree)
+        kept = {
+            "reshards": options.get("reshard_after_forward", True),
+            "reduces_each": options.get("reduce_each_micro_batch", True),
+        }
+        among_shards = exchanged_bytes(units, workload, layout.shard_degree, **kept)
+        among_replicas = exchanged_bytes(units, workload, layout.data, **kept) - among_shards
+        return traffic.total(
+            (
+                *(traffic.ring(ranks, among_shards) for ranks in layout.groups("shard")),
+                *(traffic.ring(ranks, among_replicas) for ranks in layout.groups("replicate")),
+                *(traffic.tree(ranks, 0, workload.buffer_bytes()) for ranks in layout.groups("data")),
+            )
         )
 
     def __init__(

@@ -14,6 +14,8 @@ from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import RecipeOptimizer
 from harness.parameters import LogicalParameter, MemoryCategory
+from harness.placement import Seats
+from harness.traffic import Traffic
 from harness.workload import Batch, Workload
 from impls.torch.parts import pipeline_costs, pipeline_limits, pipeline_schedules
 from impls.torch.parts.pipeline_model import PipelineModel
@@ -57,6 +59,17 @@ class TorchPipeline(Implementation):
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> int | None:
         return pipeline_costs.wire_bytes(plan(workload, layout, options), workload, parameters)
+
+    @classmethod
+    def predicted_traffic(
+        cls,
+        workload: Workload,
+        parameters: Sequence[LogicalParameter],
+        layout: Layout,
+        seats: Seats,
+        options: Mapping[str, Any],
+    ) -> Traffic | None:
+        return pipeline_costs.traffic_of(plan(workload, layout, options), workload, parameters, layout)
 
     def __init__(
         self,

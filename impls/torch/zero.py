@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from harness import traffic
 from harness.evaluation import evaluating, sum_losses
 from harness.implementation import EvaluationOutput, Implementation, Preparation, StepOutput, phase
 from harness.layout import Layout
@@ -31,6 +32,8 @@ from harness.parameters import (
     logical_parameters,
     replicated_state_bytes,
 )
+from harness.placement import Seats
+from harness.traffic import Traffic
 from harness.workload import Batch, Workload
 from impls.torch.ddp import TorchDataParallel
 from impls.torch.parts.first_ranks_buffers import broadcast_buffers
@@ -103,6 +106,24 @@ class TorchZero(Implementation):
             for rank in range(ranks)
         )
         return all_reduce_wire_bytes(summed, ranks) + busiest
+
+    @classmethod
+    def predicted_traffic(
+        cls,
+        workload: Workload,
+        parameters: Sequence[LogicalParameter],
+        layout: Layout,
+        seats: Seats,
+        options: Mapping[str, Any],
+    ) -> Traffic | None:
+        summed = replicated_state_bytes(parameters, workload.precision, workload.training.num_moments)["gradients"]
+        (ranks,) = layout.groups("data")
+        shares = _shares(parameters, layout.data)
+        owned = (
+            traffic.tree(ranks, owner, _broadcast_bytes(share, workload, options)) for owner, share in enumerate(shares)
+        )
+        buffers = traffic.tree(ranks, 0, workload.buffer_bytes())
+        return traffic.total((traffic.all_reduce(ranks, summed), buffers, *owned))
 
     def __init__(
         self,

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -5,6 +6,7 @@ import pytest
 from harness import suites
 from harness.case import Case, Suite
 from harness.layout import Layout
+from harness.topology import Topology
 
 GOOD = """
 from harness.case import Case, Suite
@@ -92,6 +94,13 @@ def two_layouts() -> Suite:
 )
 def test_a_pattern_selects_cases_by_their_description(pattern: str, chosen: list[str]) -> None:
     assert [case.implementation for case in suites.select(two_layouts(), pattern).cases] == chosen
+
+
+def test_a_case_that_names_its_machines_is_described_with_them() -> None:
+    slow = Topology(num_nodes=2, ranks_per_node=2, link_mbits=200.0, placement="scattered")
+    case = Case(workload="convnet", implementation="torch.ddp", layout=Layout(data=4), topology=slow)
+    assert suites.description(case) == "torch.ddp data=4 convnet fp32 2x2 at 200 Mbit/s scattered"
+    assert suites.description(replace(case, topology=None)) == "torch.ddp data=4 convnet fp32"
 
 
 def test_a_pattern_that_matches_nothing_is_refused() -> None:

@@ -5,17 +5,6 @@ import pytest
 from harness.topology import Topology
 
 
-def test_placement() -> None:
-    contiguous = Topology(num_nodes=2, ranks_per_node=3)
-    scattered = Topology(num_nodes=2, ranks_per_node=3, placement="scattered")
-    assert [contiguous.node_of(rank) for rank in range(6)] == [0, 0, 0, 1, 1, 1]
-    assert [scattered.node_of(rank) for rank in range(6)] == [0, 1, 0, 1, 0, 1]
-    assert contiguous.on_one_node((0, 1, 2))
-    assert not contiguous.on_one_node((2, 3))
-    assert scattered.on_one_node((1, 3, 5))
-    assert contiguous.on_one_node(())
-
-
 @pytest.mark.parametrize(
     ("topology", "text"),
     [
@@ -42,5 +31,3 @@ def test_topologies_that_differ_read_differently(topology: Topology, text: str) 
 def test_bad_topologies(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Topology(**{"ranks_per_node": 2, **values})
-    with pytest.raises(ValueError, match=r"rank must be in \[0, 2\) for 1 nodes, got 2"):
-        Topology(ranks_per_node=2).node_of(2)

@@ -63,14 +63,14 @@ class BucketSums(Protocol):
 
 
 class ProcessGroupSums:
-    """Sums in this rank's own memory, by a collective of torch.distributed or one composed of send and recv."""
+    """Sums in this rank's own memory, by a collective of torch.distributed or by `composed`, one of several steps."""
 
     def __init__(
         self,
         shapes: Sequence[tuple[int, torch.dtype]],
         group: dist.ProcessGroup,
         device: torch.device,
-        composed: Callable[[Tensor, dist.ProcessGroup], None] | None = None,
+        composed: Callable[[Tensor], None] | None = None,
     ) -> None:
         self._buffers = [flat_memory.zeros(num_elements, dtype, device) for num_elements, dtype in shapes]
         self._group = group
@@ -87,7 +87,7 @@ class ProcessGroupSums:
     def start(self, index: int) -> None:
         buffer = self._buffers[index]
         if self._composed is not None:
-            self._handles[index] = self._background.start(self._composed, buffer, self._group)
+            self._handles[index] = self._background.start(self._composed, buffer)
             return
         work: Any = dist.all_reduce(buffer, group=self._group, async_op=True)
         self._handles[index] = work

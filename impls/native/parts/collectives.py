@@ -33,8 +33,8 @@ class BackgroundCollectives:
     def __init__(self, name: str) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
 
-    def start(self, collective: Callable[[Tensor, dist.ProcessGroup], None], buffer: Tensor, group: Any) -> Handle:
-        return _InBackground(self._executor.submit(collective, buffer, group))
+    def start(self, collective: Callable[..., None], *arguments: Any) -> Handle:
+        return _InBackground(self._executor.submit(collective, *arguments))
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)

@@ -156,16 +156,7 @@ class ProcessGroupShards:
         self.wait(index)
         if len(self._in_flight) == MAX_IN_FLIGHT:
             self._finish(next(iter(self._in_flight.values())))
-        # What nobody reads before the sum is written there can take a piece.
-        takes_one = not add and into.dtype == flat.dtype
-        if self._library_sums:
-            (landing,) = self._landings(flat, into, num_pieces=1, takes_one=takes_one)
-            works = [dist.reduce_scatter_single(landing, own, group=self._group, async_op=True)]
-            shares = [landing]
-        else:
-            in_own = into.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
-            landings = self._landings(flat, into, num_pieces=self._num_ranks - 1, takes_one=takes_one and not in_own)
-            works, shares = self._swap_pieces(index, own, landings)
+        works, shares = self._begin(index, own, into, add=add)
         self._in_flight[index] = _Exchange(index=index, works=works, shares=shares, into=into, add=add)
         self._last_of_slot[flat.slot] = index
 
@@ -181,6 +172,18 @@ class ProcessGroupShards:
 
     def close(self) -> None:
         self._in_flight.clear()
+
+    def _begin(self, index: int, own: Tensor, into: Tensor, *, add: bool) -> tuple[list[Any], list[Tensor]]:
+        """What is to be waited for, and then summed."""
+        flat = self._flats[index]
+        # What nobody reads before the sum is written there can take a piece.
+        takes_one = not add and into.dtype == flat.dtype
+        if self._library_sums:
+            (landing,) = self._landings(flat, into, num_pieces=1, takes_one=takes_one)
+            return [dist.reduce_scatter_single(landing, own, group=self._group, async_op=True)], [landing]
+        in_own = into.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
+        landings = self._landings(flat, into, num_pieces=self._num_ranks - 1, takes_one=takes_one and not in_own)
+        return self._swap_pieces(index, own, landings)
 
     def _landings(self, flat: Flat, into: Tensor, *, num_pieces: int, takes_one: bool) -> list[Tensor]:
         """Where pieces of the flat are received, each (num_shard_elements,); `takes_one` if `into` is one of them."""

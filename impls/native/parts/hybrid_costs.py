@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from harness import traffic
 from harness.layout import Layout
 from harness.parameters import MemoryCategory, all_reduce_wire_bytes, broadcast_wire_bytes, replicated_state_bytes
+from harness.placement import Seats
+from harness.traffic import Traffic
 from harness.workload import Workload
 from impls.native.parts import zero_costs
 from impls.native.parts.buckets import BucketPlan
+from impls.native.parts.hierarchy import Hierarchical
 from impls.native.parts.pipeline_costs import RankCosts
+from impls.native.parts.replica_costs import replica_traffic
 from impls.native.parts.tensor_dry_run import tensor_costs
 from impls.native.parts.zero_plan import ZeroPlan, plan_zero
 
@@ -50,6 +55,23 @@ def late_bytes_and_shards(
 def wire_bytes(workload: Workload, layout: Layout, options: Mapping[str, Any], ranks: Sequence[RankCosts]) -> int:
     """What one rank sends in a step, of that of `ranks` which sends most."""
     return max(_wire_bytes(workload, layout, options, rank) for rank in ranks)
+
+
+def traffic_along_data(
+    workload: Workload, layout: Layout, seats: Seats, options: Mapping[str, Any], ranks: Sequence[RankCosts]
+) -> Traffic:
+    """What the ranks of each data group send to each other, by the slices or stages that they hold."""
+    hierarchical: Hierarchical = options.get("hierarchical", "auto")
+    parts = []
+    for stages, rank in enumerate(ranks):
+        if options.get("stage", 0):
+            plan = _plan(workload, layout, options, rank)
+            of_all = zero_costs.traffic_of(plan, workload, layout, seats, hierarchical)
+        else:
+            states = replicated_state_bytes(rank.parameters, workload.precision, workload.training.num_moments)
+            of_all = replica_traffic(states["gradients"], workload, layout, seats, hierarchical)
+        parts.append(Traffic({pair: n for pair, n in of_all.items() if layout.coordinates(pair[0]).pipeline == stages}))
+    return traffic.total(parts)
 
 
 def slice_costs(workload: Workload, layout: Layout, options: Mapping[str, Any]) -> RankCosts | None:

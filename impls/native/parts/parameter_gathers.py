@@ -111,10 +111,7 @@ class ProcessGroupGathers:
         if not self._keeps_full:
             flat_memory.copy_into(flat.shard(full, self._rank), shard)
         if self._num_ranks > 1:
-            self._works[index] = [
-                dist.broadcast(flat.shard(full, owner), group=self._group, group_src=owner, async_op=True)
-                for owner in range(self._num_ranks)
-            ]
+            self._works[index] = self._begin(index)
 
     def wait(self, index: int) -> None:
         for work in self._works.pop(index, ()):
@@ -128,6 +125,14 @@ class ProcessGroupGathers:
 
     def close(self) -> None:
         self._works.clear()
+
+    def _begin(self, index: int) -> list[Any]:
+        """This rank's shard is in its place: what is to be waited for."""
+        flat, full = self._flats[index], self._fulls[index]
+        return [
+            dist.broadcast(flat.shard(full, owner), group=self._group, group_src=owner, async_op=True)
+            for owner in range(self._num_ranks)
+        ]
 
 
 def check_slots(flats: Sequence[Flat], *, keeps_full: bool) -> None:

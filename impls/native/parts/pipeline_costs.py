@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from harness import traffic
 from harness.chain import holders_of
+from harness.layout import Layout
 from harness.parameters import LogicalParameter, all_reduce_wire_bytes, replicated_state_bytes
+from harness.traffic import Traffic
 from harness.workload import Batch, MicroBatch, Workload
 from impls.native.parts.direct_gradients import TrainingTask
 from impls.native.parts.pipeline_plan import PipelinePlan
@@ -41,7 +44,9 @@ def rank_costs(plan: PipelinePlan) -> tuple[RankCosts, ...] | None:
     """
     batch = plan.largest_batch().to(_META)
     whole, _ = plan.whole()
-    messages, exchanged = _message_bytes(plan, whole, batch), [(0, 0)] * plan.num_ranks
+    messages, exchanged = [0] * plan.num_ranks, [(0, 0)] * plan.num_ranks
+    for (here, _), num_bytes in _message_bytes(plan, whole, batch).items():
+        messages[here] += num_bytes
     if plan.tensor_degree > 1:
         try:
             exchanged = [_exchanged_bytes(plan, rank, batch) for rank in range(plan.num_ranks)]
@@ -63,17 +68,38 @@ def rank_costs(plan: PipelinePlan) -> tuple[RankCosts, ...] | None:
     return tuple(costs)
 
 
-def _message_bytes(plan: PipelinePlan, whole: RankModel, batch: Batch) -> list[int]:
-    """Of each rank what it sends to others of the pipeline."""
-    sent = [0] * plan.num_ranks
+def traffic_along(plan: PipelinePlan, costs: Sequence[RankCosts], layout: Layout) -> Traffic:
+    """What the ranks of each pipeline, without slices, send to each other: messages over its borders, and the sums of
+    gradients that several of its ranks make together."""
+    whole, _ = plan.whole()
+    messages = _message_bytes(plan, whole, plan.largest_batch().to(_META))
+    training, precision = plan.workload.training, plan.workload.precision
+    tied: dict[tuple[int, ...], dict[str, LogicalParameter]] = {}
+    for rank in costs:
+        for parameter in rank.parameters:
+            holders = rank.kinds[parameter.name][-1]
+            if isinstance(holders, tuple) and len(holders) > 1:
+                tied.setdefault(holders, {})[parameter.name] = parameter
+    parts = []
+    for ranks in layout.groups("pipeline"):
+        parts.append(Traffic({(ranks[here], ranks[there]): sent for (here, there), sent in messages.items()}))
+        for holders, parameters in tied.items():
+            states = replicated_state_bytes([*parameters.values()], precision, training.num_moments)
+            parts.append(traffic.all_reduce([ranks[holder] for holder in holders], states["gradients"]))
+    return traffic.total(parts)
+
+
+def _message_bytes(plan: PipelinePlan, whole: RankModel, batch: Batch) -> Traffic:
+    """What the ranks of the pipeline send to each other."""
+    sent = Traffic()
     for micro_batch, count in _shapes(batch):
         borders = whole.borders(micro_batch.inputs)
         for stage, blocks in enumerate(plan.stages[:-1]):
             here, there = stage % plan.num_ranks, (stage + 1) % plan.num_ranks
             if here != there:
                 border = borders[blocks.stop - 1]
-                sent[here] += count * sum(tensor.num_bytes for tensor in border)
-                sent[there] += count * sum(tensor.num_bytes for tensor in border if tensor.carries_gradient)
+                sent[here, there] += count * sum(tensor.num_bytes for tensor in border)
+                sent[there, here] += count * sum(tensor.num_bytes for tensor in border if tensor.carries_gradient)
     return sent
 
 

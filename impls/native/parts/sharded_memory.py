@@ -17,6 +17,8 @@ from harness.workload import Workload
 from impls.native.parts import flat_memory
 from impls.native.parts.buckets import Segment, view_like
 from impls.native.parts.gradient_shards import GradientShards, ProcessGroupShards, SharedMemoryShards
+from impls.native.parts.hierarchical_exchange import HierarchicalGathers, HierarchicalShards
+from impls.native.parts.hierarchy import Levels, levels
 from impls.native.parts.parameter_gathers import ParameterGathers, ProcessGroupGathers
 from impls.native.parts.sharded_bucket import ShardedBucket
 from impls.native.parts.shared_memory import TIMEOUT_SECONDS, Transport
@@ -33,7 +35,15 @@ class ShardedMemory:
     rank keeps its shards alone. `buckets` are the trained flats, in the plan's order."""
 
     def __init__(
-        self, plan: ZeroPlan, module: nn.Module, workload: Workload, mesh: Mesh, *, transport: Transport, whose: str
+        self,
+        plan: ZeroPlan,
+        module: nn.Module,
+        workload: Workload,
+        mesh: Mesh,
+        *,
+        transport: Transport,
+        is_hierarchical: bool,
+        whose: str,
     ) -> None:
         self._plan, self._whose = plan, whose
         self._workload = workload
@@ -41,6 +51,8 @@ class ShardedMemory:
         self._rank, self._num_ranks = self._group.rank(), self._group.size()
         self._device = mesh.device
         self.transport = transport
+        self._is_hierarchical = is_hierarchical
+        self.levels: Levels | None = None
         parameters = dict(module.named_parameters())
         self._templates = {name: torch.empty_like(parameter, device="meta") for name, parameter in parameters.items()}
         self._parameters = parameters
@@ -189,13 +201,19 @@ class ShardedMemory:
         if self.transport == "shared_memory":
             kind = ParametersInPlace if self._plan.shards_parameters else SharedMemoryGathers
             return kind(flats, group, timeout_seconds=TIMEOUT_SECONDS, observer=mesh.observer)
-        return ProcessGroupGathers(flats, group, self._device, keeps_full=not self._plan.shards_parameters)
+        keeps_full = not self._plan.shards_parameters
+        if self._is_hierarchical:
+            self.levels = levels(mesh, "shard")
+            return HierarchicalGathers(flats, group, self.levels, self._device, keeps_full=keeps_full)
+        return ProcessGroupGathers(flats, group, self._device, keeps_full=keeps_full)
 
     def _make_exchange(self, mesh: Mesh) -> GradientShards:
         flats = gradient_flats(self._plan, self._workload)
         group = mesh.group("shard", lane=_GRADIENTS)
         if self.transport == "shared_memory":
             return SharedMemoryShards(flats, group, timeout_seconds=TIMEOUT_SECONDS, observer=mesh.observer)
+        if self._is_hierarchical:
+            return HierarchicalShards(flats, group, levels(mesh, "shard"), self._device, observer=mesh.observer)
         return ProcessGroupShards(flats, group, self._device, observer=mesh.observer)
 
     def _fill(self, parameters: Mapping[str, nn.Parameter]) -> None:

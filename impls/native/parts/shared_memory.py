@@ -12,6 +12,9 @@ A rank sums its chunk straight out of its peers' buffers, and whoever needs the 
 of a chunk sums it, so the sums are the same bits everywhere. Nothing is sent and nobody is interrupted: a rank makes
 `progress` between the pieces of its own backward pass, and waits only in `wait`. Before a buffer is filled anew its
 owner must `reclaim` it: a slow peer may still be reading. The memory and the flags: parts/shared_region.py.
+
+With a group `across` nodes these are the ranks of one node, and between 2 and 3 the owner of a chunk sums it with those
+who own it on other nodes (parts/hierarchy.py).
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import os
 import platform
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -43,11 +46,12 @@ class _Flag(IntEnum):
     RELEASED = 2
 
 
-def why_not(mesh: Mesh, device: torch.device, axis: Axis = "data") -> str | None:
-    """Why the group of this mesh along `axis` cannot share memory, or None."""
+def why_not(mesh: Mesh, device: torch.device, axis: Axis = "data", *, inside_nodes: bool = False) -> str | None:
+    """Why the group of this mesh along `axis`, or with `inside_nodes` its ranks on each node, cannot share memory, or
+    None."""
     if device.type != "cpu":
         return f"tensors on {device.type} are reduced by its own library"
-    if not mesh.on_one_node(axis):
+    if not inside_nodes and not mesh.on_one_node(axis):
         return "the group spans several nodes"
     if platform.machine() not in ("x86_64", "AMD64"):
         return f"{platform.machine()} does not order its stores"
@@ -66,7 +70,10 @@ class SharedBuffers:
         *,
         timeout_seconds: float,
         observer: CollectiveObserver | None = None,
+        across: dist.ProcessGroup | None = None,
     ) -> None:
+        self._across = across
+        self._under_way: dict[int, Any] = {}  # sums across nodes, by buffer
         self._region = SharedRegion(
             [num_elements * dtype.itemsize for num_elements, dtype in shapes],
             group,
@@ -105,14 +112,16 @@ class SharedBuffers:
 
     def progress(self) -> None:
         """Reduces this rank's chunk of every buffer that all peers have published; never waits."""
-        for index in [
-            i
-            for i in self._unreduced
-            if self._region.arrived(i) and self._region.all_reached(_Flag.PUBLISHED, i, self._epochs[i])
-        ]:
-            with self._region.blocked(index):
-                self._reduce(index)
-            self._unreduced.remove(index)
+        for index in list(self._unreduced):
+            if self._region.arrived(index) and self._region.all_reached(_Flag.PUBLISHED, index, self._epochs[index]):
+                with self._region.blocked(index):
+                    self._reduce(index)
+                self._unreduced.remove(index)
+            elif self._across is not None:
+                break  # sums across nodes start in one order
+        for index in [i for i, work in self._under_way.items() if work.is_completed()]:
+            self._under_way.pop(index).wait()  # raises what went wrong
+            self._region.set(_Flag.REDUCED, index, self._epochs[index])
 
     def wait(self, index: int) -> None:
         """Returns once every chunk holds its sum."""
@@ -157,7 +166,10 @@ class SharedBuffers:
             upper = min(lower + block, stop)
             for peer in peers:
                 own[lower:upper].add_(peer[lower:upper])
-        self._region.set(_Flag.REDUCED, index, self._epochs[index])
+        if self._across is not None and start < stop:
+            self._under_way[index] = dist.all_reduce(own[start:stop], group=self._across, async_op=True)
+        else:
+            self._region.set(_Flag.REDUCED, index, self._epochs[index])
 
 
 def _chunk_bounds(num_elements: int, itemsize: int, num_ranks: int) -> list[tuple[int, int]]:

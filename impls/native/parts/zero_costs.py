@@ -12,10 +12,15 @@ from collections.abc import Sequence
 
 import torch
 
-from harness.layout import Layout
+from harness import traffic
+from harness.layout import Axis, Layout
 from harness.parameters import LogicalParameter, MemoryCategory, all_reduce_wire_bytes, broadcast_wire_bytes
+from harness.placement import Seats
+from harness.traffic import Traffic
 from harness.workload import Workload
+from impls.native.parts import hierarchy
 from impls.native.parts.gradient_shards import MAX_IN_FLIGHT, Flat, slot_bytes, staging_bytes
+from impls.native.parts.hierarchy import Hierarchical
 from impls.native.parts.synchronised_batch_norm import summed_bytes
 from impls.native.parts.zero_plan import ZeroPlan
 
@@ -109,6 +114,42 @@ def wire_bytes(plan: ZeroPlan, workload: Workload, layout: Layout) -> int:
         sums = training.num_micro_batches * summed_bytes(workload, layout.data)
         sent += all_reduce_wire_bytes(sums, layout.data)
     return sent + broadcast_wire_bytes(workload.buffer_bytes(), layout.data)
+
+
+def traffic_of(
+    plan: ZeroPlan, workload: Workload, layout: Layout, seats: Seats, hierarchical: Hierarchical = "auto"
+) -> Traffic:
+    """The bytes of `wire_bytes` from rank to rank, on the CPU over the process group; norms left out."""
+    training = workload.training
+    gradients, gathered = gradient_flats(plan, workload), parameter_flats(plan)
+    exchanged = (training.num_micro_batches if plan.stage > 1 else 1) * sum(flat.shard_bytes for flat in gradients)
+    fetched = sum(flat.shard_bytes for flat in gathered)
+    if plan.shards_parameters:
+        of_unit = [0] * len(plan.modules)
+        for flat, planned in zip(gathered, plan.flats, strict=True):
+            of_unit[planned.unit] += flat.shard_bytes
+        fetched = sum(of_unit[unit] for unit in plan.gathered_units(training.num_micro_batches))
+    axes: tuple[Axis, ...] = ("shard", "replicate")
+    is_hierarchical = {
+        axis: hierarchy.is_chosen(hierarchical, layout, seats, axis, torch.device("cpu")) for axis in axes
+    }
+    parts: list[Traffic] = []
+    for ranks in layout.groups("shard"):
+        if is_hierarchical["shard"]:
+            parts.append(hierarchy.reduce_scatter_traffic(seats.by_node(ranks), exchanged))
+            parts.append(hierarchy.all_gather_traffic(seats.by_node(ranks), fetched))
+        else:
+            parts += [traffic.exchange(ranks, exchanged), traffic.all_gather_by_trees(ranks, fetched)]
+    shard_bytes = sum(flat.shard_bytes for flat in gradients)
+    for ranks in layout.groups("replicate"):
+        if is_hierarchical["replicate"]:
+            parts.append(hierarchy.all_reduce_traffic(seats.by_node(ranks), shard_bytes))
+        else:
+            parts.append(traffic.all_reduce(ranks, shard_bytes))
+    sums = training.num_micro_batches * summed_bytes(workload, layout.data) if workload.synchronise_batch_norm else 0
+    for ranks in layout.groups("data"):
+        parts += [traffic.all_reduce(ranks, sums), traffic.tree(ranks, 0, workload.buffer_bytes())]
+    return traffic.total(parts)
 
 
 def _buffer_bytes(

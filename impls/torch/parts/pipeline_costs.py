@@ -6,7 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from harness import traffic
+from harness.layout import Layout
 from harness.parameters import LogicalParameter, MemoryCategory, all_reduce_wire_bytes, replicated_state_bytes
+from harness.traffic import Traffic
 from harness.workload import Workload
 from impls.torch.parts.pipeline_plan import PipelinePlan
 
@@ -26,6 +29,31 @@ def wire_bytes(
     """Of the rank that sends most: activations forward, their gradients back, the sums of parameters' gradients over
     replicas and of those that several ranks of a pipeline hold, and the norm where the recipe needs it."""
     return max(_wire_bytes(plan, workload, parameters, data_degree, rank) for rank in range(plan.num_ranks))
+
+
+def traffic_of(
+    plan: PipelinePlan, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout
+) -> Traffic:
+    """The bytes of `wire_bytes` from rank to rank; norms left out."""
+    parts = []
+    for ranks in layout.groups("pipeline"):
+        place_of = [ranks[place] for place in plan.rank_of]
+        messages = Traffic()
+        for stage in range(plan.num_stages - 1):
+            here, there = place_of[stage], place_of[stage + 1]
+            if here != there:
+                messages[here, there] += workload.training.num_micro_batches * plan.activation_bytes(stage)
+                messages[there, here] += workload.training.num_micro_batches * plan.gradient_bytes(stage)
+        parts.append(messages)
+        for parameter in parameters:
+            holders = plan.held_by.get(parameter.name, [])
+            if parameter.trainable and len(holders) > 1:
+                parts.append(traffic.all_reduce([ranks[holder] for holder in holders], parameter.num_bytes))
+    for ranks in layout.groups("data"):
+        names = plan.names_on(layout.coordinates(ranks[0]).pipeline)
+        trained = sum(p.num_bytes for p in parameters if p.trainable and p.name in names)
+        parts.append(traffic.all_reduce(ranks, trained))
+    return traffic.total(parts)
 
 
 def _memory_bytes(

@@ -7,7 +7,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,9 +20,10 @@ from harness.launch.emulated import EmulatedNodes
 from harness.layout import Layout
 from harness.progress import SilentProgress
 from harness.result import Result
-from harness.topology import Topology
+from harness.topology import Placement, Topology
 
 TWO_BY_TWO = Topology(num_nodes=2, ranks_per_node=2, link_mbits=200.0)
+SENT, FORESEEN = "node_wire_bytes_per_step", "predicted_node_wire_bytes_per_step"
 DELAYED = Topology(num_nodes=2, ranks_per_node=1, link_mbits=200.0, delay_ms=5.0)
 
 
@@ -59,8 +62,7 @@ def case(topology: Topology, **options: int) -> Case:
 
 def test_a_node_has_its_own_network_and_what_it_sends_is_counted() -> None:
     with EmulatedNodes(TWO_BY_TWO) as nodes:
-        networks = [nodes.network_of(rank) for rank in range(4)]
-        assert networks[0] == networks[1] != networks[2] == networks[3]
+        networks = [nodes.network_of(node) for node in range(2)]
         namespaces = {Path(f"/proc/{network.holder}/ns/net").readlink() for network in networks}
         assert len(namespaces) == 2
         assert Path("/proc/self/ns/net").readlink() not in namespaces
@@ -114,10 +116,42 @@ def test_a_case_runs_over_links_as_declared(over_a_slow_link: Result) -> None:
 
 
 def test_what_a_step_puts_on_the_link_is_the_closed_form(over_a_slow_link: Result) -> None:
+    """Two levels by themselves, where two nodes have two ranks each: 2 (N - 1) / N of the gradients."""
     gradients = 4 * 42368  # parameters of the tiny GPT, fp32
-    assert over_a_slow_link.metrics["communication.node_wire_bytes_per_step"] == pytest.approx(
-        1.5 * gradients, rel=0.05
-    )
+    assert over_a_slow_link.environment["facts"]["levels"] == "2 nodes of 2 ranks"
+    sent, foreseen = (over_a_slow_link.metrics[f"communication.{name}"] for name in (SENT, FORESEEN))
+    assert foreseen == gradients
+    assert sent == pytest.approx(foreseen, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "layout", "placement", "options"),
+    [
+        ("native.ddp", Layout(data=4), "scattered", {"hierarchical": "off"}),
+        ("native.zero", Layout(data=4), "contiguous", {"stage": 3}),
+        ("native.hybrid", Layout(data=2, tensor=2), "scattered", {}),
+    ],
+)
+def test_other_placements_and_strategies_send_what_is_foreseen(
+    implementation: str, layout: Layout, placement: Placement, options: dict[str, Any], tmp_path: Path
+) -> None:
+    placed = replace(TWO_BY_TWO, link_mbits=None, placement=placement)
+    changes: dict[str, Any] = {"implementation": implementation, "layout": layout, "options": options}
+    plain = case(placed, parity_steps=0)
+    result = run(replace(plain, workload="gpt:size=0.9m,global_batch_size=4", **changes), tmp_path)
+    assert result.status == "ok", result.reason
+    sent, foreseen = (result.metrics[f"communication.{name}"] for name in (SENT, FORESEEN))
+    assert sent == pytest.approx(foreseen, rel=0.03)
+
+
+def test_one_node_that_a_case_names_is_emulated_too(tmp_path: Path) -> None:
+    """It differs from those with several by the links alone: not by this machine's congestion control, say."""
+    named = case(Topology(ranks_per_node=2), parity_steps=0)
+    on_its_own = replace(named, topology=None, workload="gpt:size=tiny,sequence_length=8")
+    suite = Suite(name="s", cases=(named, on_its_own))
+    found = runner.run(suite, tmp_path, progress=SilentProgress())
+    assert [(result.status, result.environment["emulated"]) for result in found] == [("ok", True), ("ok", False)]
+    assert not any(name.startswith("topology.") or SENT in name for name in found[0].metrics)
 
 
 def test_a_delay_is_a_delay(tmp_path: Path) -> None:

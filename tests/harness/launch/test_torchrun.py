@@ -17,6 +17,7 @@ from harness.launch.failure import LaunchFailed
 from harness.launch.torchrun import TorchrunLaunch, local_agents
 from harness.launch.watched import Launch
 from harness.layout import Layout
+from harness.placement import seats
 from harness.topology import Topology
 from tests.harness.launch.test_local import FAULTY, WORKLOAD, until_gone
 
@@ -42,7 +43,7 @@ def test_ranks_answer_in_order_and_sit_where_the_topology_says(placement: str, t
     with launch("Sound", tmp_path, topology) as ranks:
         everyone = [*ranks.pids, *agents_of(ranks)]
         hellos = [rank.process.hello for rank in ranks._ranks]  # type: ignore[attr-defined]
-        assert [hello.node for hello in hellos] == [topology.node_of(rank) for rank in range(4)]
+        assert [hello.node for hello in hellos] == list(seats(Layout(data=4), topology).node_of_rank)
         ranks.command("build")
         answers = ranks.command("time_steps", num_steps=3)
         assert [len(answer["step_seconds"]) for answer in answers] == [3] * 4

@@ -9,6 +9,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,8 +75,8 @@ def bucket_sums(mesh: Mesh) -> None:
     shapes = [(7, torch.float64), (0, torch.float32), (100_003, torch.float32), (33, torch.bfloat16)]
     ways: list[Callable[[], BucketSums]] = [
         lambda: ProcessGroupSums(shapes, group, CPU),
-        lambda: ProcessGroupSums(shapes, group, CPU, ring_all_reduce),
-        lambda: ProcessGroupSums(shapes, group, CPU, parameter_server_all_reduce),
+        lambda: ProcessGroupSums(shapes, group, CPU, partial(ring_all_reduce, group=group)),
+        lambda: ProcessGroupSums(shapes, group, CPU, partial(parameter_server_all_reduce, group=group)),
         lambda: SharedMemorySums(SharedBuffers(shapes, group, timeout_seconds=60.0)),
     ]
     for way in ways:
