@@ -1,5 +1,5 @@
 """What a checkout can do: `nox -s smoke`, `nox -s tests`, `nox -s lint`, `nox -s peers`, `nox -s sharding`,
-`nox -s baselines`, `nox -s slurm`, `nox -s conformance`.
+`nox -s baselines`, `nox -s slurm`, `nox -s faults`, `nox -s conformance`.
 
 All sessions share the virtual environment .venv, so torch is installed once; nox itself gives each session its own, so
 they run with `python=False` and name .venv's commands. It is installed again only when pyproject.toml or
@@ -89,6 +89,14 @@ def slurm(session: nox.Session) -> None:
             apt, "install", "-y", "-qq", "--no-install-recommends", *packages, external=True, success_codes=[0, 100]
         )
     session.run(f"{COMMANDS}/pytest", "-m", "cluster", *(session.posargs or ["tests/harness"]))
+
+
+@nox.session(python=False)
+def faults(session: nox.Session) -> None:
+    """Ranks, links, agents, disks and servers that fail for real, and a table of how soon each is noticed. What needs
+    root, namespaces or cgroups is skipped where they are not to be had, and says so."""
+    install(session)
+    session.run(f"{COMMANDS}/pytest", "-m", "faults", *(session.posargs or ["tests/faults"]))
 
 
 @nox.session(python=False)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import logging
+import math
 import os
 import time
 import warnings
@@ -79,9 +80,10 @@ def store_uri(tracking_uri: str | None = None) -> str:
     return f"sqlite:///{database}{question_mark}{query}"
 
 
-def upload(directory: Path, *, tracking_uri: str | None = None) -> UploadReport:
-    """Bring MLflow up to date with the results in `directory`. ValueError if there are no results to read; whatever
-    else goes wrong is told in the report."""
+def upload(directory: Path, *, tracking_uri: str | None = None, within_seconds: float = math.inf) -> UploadReport:
+    """Bring MLflow up to date with the results in `directory`, as far as that can be begun `within_seconds`. ValueError
+    if there are no results to read; whatever else goes wrong is told in the report."""
+    until = time.monotonic() + within_seconds
     results = read(directory)
     uri = store_uri(tracking_uri)
     suites = suite_runs(results, directory)
@@ -103,6 +105,9 @@ def upload(directory: Path, *, tracking_uri: str | None = None) -> UploadReport:
         with _locked(lock), _client(uri) as client:
             _patiently(_answers, client)
             for make_record in records:
+                if time.monotonic() > until:
+                    problems.append(f"the store is slow, and took more than {within_seconds:g} s")
+                    break
                 try:
                     record = make_record()
                     if record.experiment not in experiments:
