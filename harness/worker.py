@@ -11,7 +11,6 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -30,10 +29,12 @@ from harness import environment, implementation, models
 from harness.case import Case
 from harness.launch.failure import Report
 from harness.launch.fork_server import tie_to_server
-from harness.launch.timeouts import BARRIER_SECONDS, JOIN_SECONDS
+from harness.launch.roll_call import missing_ranks
+from harness.launch.timeouts import JOIN_SECONDS
 from harness.launch.watched import Job
 from harness.measure.communication import StepRecord
 from harness.measure.communication_recorder import CommunicationRecorder
+from harness.measure.fixed_work import fixed_work_seconds
 from harness.measure.memory import NUM_WARM_UP_STEPS, MemoryRecorder, MemoryReport
 from harness.measure.pipeline import PipelineRecorder, Step
 from harness.measure.recording_backend import BACKEND_NAME, install
@@ -45,8 +46,6 @@ _OUT_OF_MEMORY = r"can't allocate memory|out of memory|CUBLAS_STATUS_ALLOC_FAILE
 _MAX_WARM_UP_FACTOR = 3
 _STATIONARY_WITHIN = 0.1
 _GRADIENT_STEPS = 2
-# For a rank's own speed: a matrix' width and how many products, some tens of milliseconds.
-_FIXED_WORK = {"cpu": (512, 8), "cuda": (2048, 64)}
 _CANARY_SIZES = {"cpu": (512, 2**20), "cuda": (8192, 2**26)}  # a matrix' width, a message's elements: milliseconds each
 
 
@@ -62,7 +61,7 @@ def main(channel: connection.Connection, job: Job, tie: Callable[[], None] = tie
     except BaseException as error:
         report = _report(error)
         if worker is not None and report.is_echo:
-            report = replace(report, missing=worker.missing_ranks())
+            report = replace(report, missing=missing_ranks(worker.roll_call))
         channel.send(("failed", report))
         traceback.print_exc()
         while True:  # the parent ends all ranks together: an early exit would look like the cause to the others
@@ -120,7 +119,6 @@ class Worker:
         )
         # The harness' own barriers go over a group of their own, so that no instrument sees them.
         self.control = dist.new_group(backend="gloo", timeout=self._timeout)
-        # Once an operation of a group has timed out, so does every other one of it: who is missing needs another.
         self.roll_call = dist.new_group(backend="gloo", timeout=self._timeout)
         store.set_timeout(self._timeout)
         self._take(job.case, job.weights, job.threads)
@@ -159,24 +157,6 @@ class Worker:
     def _expect_steps_of(self, seconds: float) -> None:
         """From now on ranks wait for each other by the length of a step."""
         self._bound_collectives(timedelta(seconds=self.job.timeouts.of_collective(seconds)))
-
-    def missing_ranks(self) -> tuple[int, ...]:
-        """Once a collective has failed for want of a peer: whom the first rank misses in a barrier that all come to who
-        still can. The others learn nothing there."""
-        found: list[int] = []
-
-        def meet() -> None:
-            try:
-                dist.monitored_barrier(self.roll_call, timedelta(seconds=BARRIER_SECONDS), wait_all_ranks=True)
-            except RuntimeError as error:
-                told = re.search(r"Ranks? ([\d, ]+) failed to pass", str(error))
-                found.extend(int(rank) for rank in (told[1] if told else "").split(",") if rank.strip())
-
-        # Beside the first rank's, the barrier's time-out is the group's own: others would wait for it much longer.
-        meeting = threading.Thread(target=meet, daemon=True)
-        meeting.start()
-        meeting.join(BARRIER_SECONDS + 1.0)
-        return tuple(found)
 
     def environment(self) -> dict[str, Any]:
         return environment.describe(self.device)
@@ -285,7 +265,7 @@ class Worker:
             "step_seconds": window.seconds,
             "cpu_seconds": window.cpu_seconds,
             "global_num_tokens": num_tokens,
-            "fixed_work_seconds": self._fixed_work_seconds(),
+            "fixed_work_seconds": fixed_work_seconds(self.device),
         }
 
     def build_and_measure_memory(self, num_steps: int) -> MemoryReport | None:
@@ -406,20 +386,6 @@ class Worker:
             return _Window(clock.seconds(), time.process_time() - cpu_before)
         finally:
             gc.enable()
-
-    def _fixed_work_seconds(self) -> float:
-        """On the host's clock, which goes on while this rank is not let work."""
-        width, num_products = _FIXED_WORK[self.device.type]
-        factor = torch.full((width, width), 1 / width, device=self.device)
-        product = torch.mm(factor, factor)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        began = time.monotonic()
-        for _ in range(num_products):
-            torch.mm(factor, factor, out=product)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.monotonic() - began
 
     def _barrier(self) -> None:
         if self.device.type == "cuda":

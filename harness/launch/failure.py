@@ -92,6 +92,9 @@ def first_failure(endings: Sequence[Ending], command: str, *, signals_first: boo
     over = [ending for ending in endings if ending.report or ending.died_at is not None]
     killed = [ending for ending in over if ending.report is None and ending.died_by_signal]
     first = min(killed if signals_first and killed else over, key=_order)
+    if only_aborted(endings) and (stopped := [ending for ending in endings if ending.stopped]):
+        why = f"rank {stopped[0].rank} is stopped: in {command} ({first.doing}) rank {first.rank} aborted"
+        return LaunchFailed("timed out", why, stopped[0].rank, first.log_tail)
     if first.report is not None:
         status: Status = "out of memory" if first.report.out_of_memory else "failed"
         return LaunchFailed(status, f"rank {first.rank}: {first.report.error}", first.rank, first.report.traceback)
@@ -140,6 +143,13 @@ def nobody_came(endings: Sequence[Ending]) -> bool:
     over = [ending for ending in endings if ending.report or ending.died_at is not None]
     reports = [ending.report for ending in over if ending.report is not None and ending.report.is_echo]
     return len(reports) == len(over) and any(report.is_timeout for report in reports)
+
+
+def only_aborted(endings: Sequence[Ending]) -> bool:
+    """Whether some ranks have aborted, as NCCL has them do when a collective times out, and the others say nothing."""
+    over = [ending for ending in endings if ending.report or ending.died_at is not None]
+    aborted = [ending for ending in over if ending.report is None and ending.exit_code == -signal.SIGABRT]
+    return 0 < len(aborted) == len(over) < len(endings)
 
 
 def missed(endings: Sequence[Ending], command: str) -> LaunchFailed:

@@ -17,7 +17,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from harness.launch.failure import Ending, LaunchFailed, Report, first_failure, missed, nobody_came, too_late
+from harness.launch.failure import (
+    Ending,
+    LaunchFailed,
+    Report,
+    first_failure,
+    missed,
+    nobody_came,
+    only_aborted,
+    too_late,
+)
 from harness.launch.memory_kills import num_memory_kills, was_killed_for_memory
 from harness.launch.node_network import NodeNetwork
 from harness.launch.timeouts import Timeouts
@@ -259,7 +268,10 @@ class Launch:
             if rank.died_at is not None and rank.report is None and rank.process.is_here:
                 rank.out_of_memory = was_killed_for_memory(rank.process.exit_code, self._memory_kills)
         endings = [rank.ending() for rank in self._ranks]
-        failure = missed(self._looked_at(), name) if nobody_came(endings) else self._blame(endings, name)
+        if nobody_came(endings):
+            failure = missed(self._looked_at(), name)
+        else:
+            failure = self._blame(self._looked_at() if only_aborted(endings) else endings, name)
         self.kill()
         raise failure
 

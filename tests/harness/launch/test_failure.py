@@ -151,3 +151,12 @@ def test_who_was_missed_after_a_collective_timed_out() -> None:
     assert failure.culprit is None
     assert failure.reason == f"every rank waits for another: {gave_up}"
     assert failure.traceback == f"rank 0:\ntraceback of 0\nrank 1:\n{IN_COLLECTIVE}"
+
+
+def test_who_is_stopped_is_to_blame_when_the_others_abort_as_nccl_has_them_do() -> None:
+    aborted = [died(0, 1.0, -signal.SIGABRT), died(2, 1.1, -signal.SIGABRT)]
+    failure = first_failure([*aborted, silent(1, "", stopped=True)], "step")
+    assert (failure.status, failure.culprit) == ("timed out", 1)
+    assert failure.reason == "rank 1 is stopped: in step (timing 0/3) rank 0 aborted"
+    assert first_failure([*aborted, silent(1, IN_COLLECTIVE)], "step").culprit == 0
+    assert first_failure(aborted, "step").culprit == 0
