@@ -15,12 +15,16 @@ from dataclasses import dataclass
 
 from harness.result import Status
 
-_ECHO = re.compile(
-    r"connection (was |is )?(likely )?(closed|reset|refused)|closed by peer|broken pipe|pair closure|timed out"
-    r"|waited \d+ s for|communicator was aborted|remote process exited|remote error",
+# As gloo, NCCL, torch's stores and our own shared memory say that a peer did not come.
+_LATE = re.compile(
+    r"timed out waiting \d+ ?ms|waited \d+ s for|collective operation timeout|(wait )?timeout (after|waiting for key)",
     re.IGNORECASE,
 )
-_LATE = re.compile(r"timed out|waited \d+ s for", re.IGNORECASE)
+_ECHO = re.compile(
+    r"connection (was |is )?(likely )?(closed|reset|refused)|closed by peer|broken pipe|pair closure|timed out"
+    rf"|communicator was aborted|remote process exited|remote error|{_LATE.pattern}",
+    re.IGNORECASE,
+)
 _NOTICE_SECONDS = 1.0  # the most by which a death is noticed after its peers have raised because of it
 _FRAME = re.compile(r'^ +File "(?P<path>.*)", line (?P<line>\d+) in (?P<function>\S+)', re.MULTILINE)
 _NUM_INNERMOST_FRAMES = 6  # from a flag that is polled up to the `wait` that polls it

@@ -131,6 +131,23 @@ def test_only_timeouts_and_their_echoes_mean_that_nobody_came() -> None:
     assert not nobody_came([late(0), died(1, 1.0, -signal.SIGKILL)])
 
 
+@pytest.mark.parametrize(
+    ("error", "is_timeout", "is_echo"),
+    [
+        (LATE, True, True),
+        ("TimeoutError: shared memory: rank 0 waited 120 s for rank 1 to have published bucket 0", True, True),
+        ("DistStoreError: wait timeout after 60000ms, keys: /default_pg/0//cpu//0", True, True),
+        ("DistBackendError: [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)", True, True),
+        ("OSError: the download timed out", False, True),
+        (CLOSED, False, True),
+        ("ValueError: the third bucket is empty", False, False),
+    ],
+)
+def test_what_tells_of_a_peer_that_did_not_come(error: str, is_timeout: bool, is_echo: bool) -> None:
+    report = Report(at=1.0, error=error, traceback="")
+    assert (report.is_timeout, report.is_echo) == (is_timeout, is_echo)
+
+
 def test_who_was_missed_after_a_collective_timed_out() -> None:
     gave_up = f"in step (timing 0/3) rank 0 gave up: {LATE}"
     stopped = silent(1, "", stopped=True)
