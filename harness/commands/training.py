@@ -137,6 +137,8 @@ def submit(
             raise ValueError(
                 "--engine kubernetes: expected --dry-run, whose output is for `kubectl apply -f -`; got none"
             )
+        if engine == "kubernetes" and results is None:
+            raise ValueError("--engine kubernetes: expected --results, a directory that all pods see; got none")
         loaded = suites.load(suite)
         chosen = loaded if only is None else suites.select(loaded, only)
         validation.check(chosen.cases)

@@ -52,12 +52,16 @@ def test_on_gpus_each_rank_has_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert spec["activeDeadlineSeconds"] == 300
 
 
-def test_nothing_is_submitted_from_here(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(GIVEN) == 2
-    told = capsys.readouterr().err
-    assert told == (
-        "meshmark: --engine kubernetes: expected --dry-run, whose output is for `kubectl apply -f -`; got none\n"
-    )
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        (["--results", "r"], "expected --dry-run, whose output is for `kubectl apply -f -`; got none"),
+        (["--dry-run"], "expected --results, a directory that all pods see; got none"),
+    ],
+)
+def test_what_is_missing_is_one_line(more: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*GIVEN, *more]) == 2
+    assert capsys.readouterr().err == f"meshmark: --engine kubernetes: {line}\n"
 
 
 def test_a_name_is_one_that_kubernetes_takes() -> None:
