@@ -58,12 +58,15 @@ def command(suite: Path, results: Path, *more: str) -> list[str]:
     return [sys.executable, "-m", "harness", "run", str(suite), "--results", str(results), "--no-upload", *more]
 
 
-def test_a_harness_that_is_killed_leaves_nothing_and_is_resumed(tmp_path: Path) -> None:
-    is_emulated = emulated.unavailable(Topology(num_nodes=2, ranks_per_node=1, link_mbits=200.0)) is None
+@pytest.mark.parametrize("engine", ["local", "torchrun"])
+def test_a_harness_that_is_killed_leaves_nothing_and_is_resumed(engine: str, tmp_path: Path) -> None:
+    two_nodes = Topology(num_nodes=2, ranks_per_node=1, link_mbits=200.0)
+    is_emulated = engine == "local" and emulated.unavailable(two_nodes) is None
+    more = [] if engine == "local" else ["--engine", engine, "--ranks-per-node", "1"]
     suite, results, temporary = tmp_path / "killed.py", tmp_path / "results", tmp_path / "temporary"
     suite.write_text(HEAD + f"EMULATED = {is_emulated}\n" + TO_BE_KILLED)
     harness = subprocess.Popen(
-        command(suite, results), cwd=tmp_path, env=environment(temporary), stdout=subprocess.PIPE, text=True
+        command(suite, results, *more), cwd=tmp_path, env=environment(temporary), stdout=subprocess.PIPE, text=True
     )
     assert harness.stdout is not None
     until(lambda: len(lines_of(results)) == 1, 90.0, "the first result is there")
@@ -82,14 +85,19 @@ def test_a_harness_that_is_killed_leaves_nothing_and_is_resumed(tmp_path: Path) 
     assert len(lines_of(results)) == 1
 
     again = subprocess.run(
-        command(suite, results, "--resume"),
+        command(suite, results, *more, "--resume"),
         cwd=tmp_path, env=environment(temporary), capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert again.returncode == 0, again.stdout + again.stderr
     assert [line["status"] for line in lines_of(results)] == ["ok", "ok"]
     assert left_in(temporary) == [], "what the killed one had left is swept away"
     assert not list(results.rglob("rendezvous-*"))
-    record("the harness killed, then --resume", "every rank and namespace gone; what was missing is run", seconds, 10.0)
+    record(
+        f"the harness killed ({engine}), then --resume",
+        "every rank and namespace gone; what was missing is run",
+        seconds,
+        10.0,
+    )
 
 
 def test_a_disk_that_is_full_loses_nothing(tmp_path: Path) -> None:
