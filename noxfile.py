@@ -1,6 +1,6 @@
 """What a checkout can do: `nox -s smoke`, `nox -s tests`, `nox -s lint`, `nox -s peers`, `nox -s sharding`,
-`nox -s topologies`, `nox -s baselines`, `nox -s slurm`, `nox -s browser`, `nox -s conformance`, `nox -s micro`,
-`nox -s paired`, `nox -s change_points`, `nox -s server`.
+`nox -s topologies`, `nox -s baselines`, `nox -s slurm`, `nox -s faults`, `nox -s browser`, `nox -s conformance`,
+`nox -s micro`, `nox -s paired`, `nox -s change_points`, `nox -s server`.
 
 All sessions share the virtual environment .venv, so torch is installed once; nox itself gives each session its own, so
 they run with `python=False` and name .venv's commands. It is installed again only when pyproject.toml or
@@ -152,6 +152,14 @@ def browser(session: nox.Session) -> None:
     install(session)
     install_from_debian(session, "chromium", "chromium")
     session.run(f"{COMMANDS}/pytest", "-m", "browser", *(session.posargs or ["tests/dashboards"]))
+
+
+@nox.session(python=False)
+def faults(session: nox.Session) -> None:
+    """Ranks, links, agents, disks and servers that fail for real, and a table of how soon each is noticed. What needs
+    root, namespaces or cgroups is skipped where they are not to be had, and says so."""
+    install(session)
+    session.run(f"{COMMANDS}/pytest", "-m", "faults", *(session.posargs or ["tests/faults"]))
 
 
 @nox.session(python=False)

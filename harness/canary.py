@@ -7,12 +7,11 @@ test. A history of times is divided by it: what slows both down is the machine's
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
+from harness import scratch
 from harness.case import Case
 from harness.launch.local import LocalLaunch
 from harness.layout import Layout
@@ -30,10 +29,8 @@ def measure(device: str = "cpu") -> dict[str, float]:
     # The ranks want a case; its work is never built.
     case = Case(workload="gpt", implementation="reference", layout=Layout(data=world_size))
     with (
-        tempfile.TemporaryDirectory(prefix="meshmark-canary-") as directory,
-        LocalLaunch(
-            case.to_json(), world_size, Path(directory), device=device, deadline_seconds=DEADLINE_SECONDS
-        ) as launch,
+        scratch.directory() as directory,
+        LocalLaunch(case.to_json(), world_size, directory, device=device, deadline_seconds=DEADLINE_SECONDS) as launch,
     ):
         return figures(launch.command("measure_canary", num_rounds=NUM_WARM_UP_ROUNDS + NUM_ROUNDS))
 

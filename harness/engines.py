@@ -1,5 +1,6 @@
 """Engines: what starts the ranks of a case. `local` forks them on this machine, in emulated nodes where a case has
-several; `torchrun` and `srun` have torchrun's agents start them, here or on the nodes of a Slurm allocation."""
+several; `torchrun`, `srun` and `pods` have torchrun's agents start them, here, on the nodes of a Slurm allocation, or
+in the pods of a TrainJob."""
 
 from __future__ import annotations
 
@@ -13,15 +14,25 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from harness.case import Case, Suite
-from harness.launch import emulated
+from harness.launch import emulated, pods
 from harness.launch.emulated import EmulatedNodes
 from harness.launch.local import LocalLaunch
-from harness.launch.torchrun import AgentCommands, TorchrunLaunch, agent_command, free_port, is_host, local_agents
+from harness.launch.pods import Pods
+from harness.launch.torchrun import (
+    AgentCommands,
+    StartAgent,
+    TorchrunLaunch,
+    agent_command,
+    free_port,
+    is_host,
+    local_agents,
+    start_here,
+)
 from harness.launch.watched import Launch
 from harness.topology import Topology
 
-Name = Literal["local", "torchrun", "srun"]
-NAMES: tuple[Name, ...] = ("local", "torchrun", "srun")
+Name = Literal["local", "torchrun", "srun", "pods"]
+NAMES: tuple[Name, ...] = ("local", "torchrun", "srun", "pods")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +96,11 @@ class Torchrun:
 
     emulates = False
 
-    def __init__(self, ranks_per_node: int, *, within_slurm: bool) -> None:
-        self.shares_files = within_slurm
+    def __init__(self, ranks_per_node: int, *, within_slurm: bool = False, pods: Pods | None = None) -> None:
+        self.shares_files = within_slurm or pods is not None
         self._ranks_per_node = ranks_per_node
         self._within_slurm = within_slurm
+        self._pods = pods
 
     def placed(self, case: Case) -> Case:
         """On the fewest nodes that share its ranks evenly; a case that names its own topology keeps it."""
@@ -107,16 +119,27 @@ class Torchrun:
             return f"a node takes {self._ranks_per_node} ranks, and the case asks for {topology.ranks_per_node} on each"
         if self._within_slurm and topology.num_nodes > (nodes := int(os.environ["SLURM_JOB_NUM_NODES"])):
             return f"the allocation has {nodes} nodes, and the case asks for {topology.num_nodes}"
+        if self._pods is not None and topology.num_nodes > self._pods.num_nodes:
+            return f"the job has {self._pods.num_nodes} pods, and the case asks for {topology.num_nodes} nodes"
         return None
 
     def launch(self, start: Start) -> Launch:
         case, topology = start.case, start.case.placed
+        agents = local_agents(topology, sys.executable)
+        start_agent: StartAgent = start_here
+        host: str | None = None
+        if self._within_slurm:
+            agents, host = _slurm_agents(topology), socket.gethostname()
+        elif self._pods is not None:
+            host = self._pods.host
+            agents, start_agent = local_agents(topology, sys.executable, host), self._pods.start
         return TorchrunLaunch(
             case.to_json(),
             topology,
             start.directory,
-            agents=_slurm_agents(topology) if self._within_slurm else local_agents(topology, sys.executable),
-            host=socket.gethostname() if self._within_slurm else None,
+            agents=agents,
+            start=start_agent,
+            host=host,
             weights=start.weights,
             device=start.device,
             instrumented=start.instrumented,
@@ -132,6 +155,9 @@ def load(name: Name, ranks_per_node: int | None) -> Engine:
         return Local()
     if ranks_per_node is None or ranks_per_node < 1:
         raise ValueError(f"--engine {name}: expected --ranks-per-node of at least 1, got {ranks_per_node}")
+    if name == "pods":
+        where = pods.Place.here()
+        return Torchrun(ranks_per_node, pods=Pods(where))
     if name == "srun" and "SLURM_JOB_NUM_NODES" not in os.environ:
         raise ValueError("--engine srun: expected to run within a Slurm allocation, found none; see `meshmark submit`")
     return Torchrun(ranks_per_node, within_slurm=name == "srun")

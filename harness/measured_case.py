@@ -23,8 +23,9 @@ from harness.engines import Engine, Local, Start
 from harness.launch import emulated
 from harness.launch.emulated import EmulatedNodes
 from harness.launch.failure import LaunchFailed
+from harness.launch.timeouts import hard_deadline_seconds
 from harness.launch.watched import Launch
-from harness.measure import communication, links, memory, pipeline
+from harness.measure import communication, links, memory, pipeline, straggler
 from harness.measure.predicted_memory import predicted, registry
 from harness.measure.timing import model_flops_utilisation, time_metrics
 from harness.rank_records import assemble
@@ -34,6 +35,7 @@ from harness.trajectory import Trajectory
 from harness.workload import in_precision
 
 OnPhase = Callable[[str, int, int], None]
+_INSTRUMENTED_FACTOR = 10  # the most by which instruments are expected to stretch a step
 
 
 @dataclass(kw_only=True)
@@ -53,6 +55,8 @@ class MeasuredCase:
     seconds: float = 0.0
     launch: Launch | None = None
     nodes: EmulatedNodes | None = None
+    expected_build_seconds: float = math.inf  # as the clean launch took to start and build
+    expected_step_seconds: float = math.inf  # as it took in its warm-up
     failure: LaunchFailed | None = None
     status: Status = "ok"
     reason: str | None = None
@@ -100,11 +104,13 @@ class MeasuredCase:
         measurement = self.case.measurement
         if self._is_emulated:
             self.nodes = EmulatedNodes(self.case.placed)
+        began = time.monotonic()
         self.launch = self._launch("timed", instrumented=False)
         if self.nodes is not None and self.case.placed.num_nodes > 1:
             self._measure_links(self.nodes)
         self.environment = self._command("environment")[0]
         facts = self._command("build")[0]
+        self.expected_build_seconds = time.monotonic() - began
         # Only now is it known which libraries the rank has imported.
         self.environment = {**self._command("environment")[0], "facts": facts, "emulated": self._is_emulated}
         if self.canary:
@@ -115,8 +121,13 @@ class MeasuredCase:
             self.trajectory = assemble(records, tensors, self.case.layout)
             tensors.unlink()
         if measurement.timed_steps:
-            self.metrics["step.num_warm_up"] = self._command("warm_up", num_steps=measurement.warm_up_steps)[0]
+            began = time.monotonic()
+            num_steps = self._command("warm_up", num_steps=measurement.warm_up_steps)[0]
+            if num_steps:
+                self.expected_step_seconds = (time.monotonic() - began) / num_steps
+            self.metrics["step.num_warm_up"] = num_steps
             self.samples |= {"step_seconds": [[] for _ in range(self.case.world_size)], "cpu_seconds": [], "tokens": []}
+            self.samples["fixed_work_seconds"] = []
             self.samples["steps_per_round"] = measurement.timed_steps
 
     def time_one_round(self) -> None:
@@ -124,7 +135,9 @@ class MeasuredCase:
         assert self.launch is not None
         counts_bytes = self.nodes is not None and self.case.placed.num_nodes > 1
         sent_before = self.nodes.sent_bytes() if self.nodes and counts_bytes else []
-        answers = self._command("time_steps", num_steps=self.case.measurement.timed_steps)
+        num_steps = self.case.measurement.timed_steps
+        within_seconds = hard_deadline_seconds(num_steps * self.expected_step_seconds)
+        answers = self._command("time_steps", within_seconds=within_seconds, num_steps=num_steps)
         if self.nodes is not None and counts_bytes:
             sent = [after - before for after, before in zip(self.nodes.sent_bytes(), sent_before, strict=True)]
             self.samples.setdefault("node_wire_bytes", []).append(sent)
@@ -132,6 +145,7 @@ class MeasuredCase:
             seconds.extend(answer["step_seconds"])
         self.samples["cpu_seconds"].append([answer["cpu_seconds"] for answer in answers])
         self.samples["tokens"] += answers[0]["global_num_tokens"]
+        self.samples["fixed_work_seconds"].append([answer["fixed_work_seconds"] for answer in answers])
 
     def finish_timing(self) -> None:
         """Ends the clean launch, once its replicas have been compared for the last time, and derives the figures of
@@ -153,6 +167,8 @@ class MeasuredCase:
         workload = models.load(self.case.workload)
         cpu_seconds = [sum(of_rank) for of_rank in zip(*self.samples["cpu_seconds"], strict=True)]
         self.metrics |= time_metrics(self.samples["step_seconds"], cpu_seconds, self.samples["tokens"], workload.unit)
+        if rank_speeds := straggler.speeds(self.samples["fixed_work_seconds"]):
+            self.metrics["rank.slowest_speed_ratio"] = min(rank_speeds)
         if workload.flops_per_unit is not None:
             utilisation = model_flops_utilisation(
                 self.metrics[f"throughput.{workload.unit}_per_second"],
@@ -171,18 +187,32 @@ class MeasuredCase:
         if not (measurement.memory_steps or measurement.communication_steps or pipeline_steps):
             return
         with self._launch("instrumented", instrumented=True) as self.launch:
-            reports = self._command("build_and_measure_memory", num_steps=measurement.memory_steps)
+            num_steps = memory.NUM_WARM_UP_STEPS + measurement.memory_steps
+            reports = self._command(
+                "build_and_measure_memory",
+                within_seconds=self._with_instruments(num_steps, self.expected_build_seconds),
+                num_steps=measurement.memory_steps,
+            )
             if measurement.memory_steps:
                 self.metrics |= memory.combine(reports)
                 self.samples["memory"] = [asdict(report) for report in reports]
             if measurement.communication_steps:
-                self._take_communication(
-                    self._command("measure_communication", num_steps=measurement.communication_steps)
+                # Recorded, real and null.
+                within = self._with_instruments(3 * measurement.communication_steps)
+                answers = self._command(
+                    "measure_communication", within_seconds=within, num_steps=measurement.communication_steps
                 )
+                self._take_communication(answers)
             if pipeline_steps:
-                self._take_pipeline(self._command("measure_pipeline", num_steps=pipeline_steps))
+                within = self._with_instruments(1 + pipeline_steps)
+                self._take_pipeline(self._command("measure_pipeline", within_seconds=within, num_steps=pipeline_steps))
         self.launch = None
         self._predict()
+
+    def _with_instruments(self, num_steps: int, other_seconds: float = 0.0) -> float:
+        """The hard deadline of some steps that instruments, the memory's above all, make longer."""
+        steps_seconds = _INSTRUMENTED_FACTOR * num_steps * self.expected_step_seconds if num_steps else 0.0
+        return hard_deadline_seconds(steps_seconds + other_seconds)
 
     def _take_communication(self, answers: list[dict[str, Any]]) -> None:
         if self.case.world_size == 1 or self.case.role == "floor":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from harness.measure import straggler
 from harness.result import Parity, Result
 
 
@@ -24,14 +25,16 @@ def reasons(result: Result) -> list[str]:
 
 
 def departures(result: Result) -> list[str]:
-    """Where a case ran with another value than an option asked for: a fallback that its figures must not hide."""
+    """What figures must not hide: where a case ran with another value than an option asked for, and which of its ranks
+    kept the others waiting."""
     facts = result.environment.get("facts") or {}
+    slow = straggler.find(result.samples.get("fixed_work_seconds") or [])
     return [
         f"{result.case.label}, {result.case.layout}: ran with {name}={facts[name]}"
         + (f" ({facts[f'{name}_fallback']})" if f"{name}_fallback" in facts else "")
         for name, value in result.case.options.items()
         if name in facts and str(facts[name]) != str(value)
-    ]
+    ] + ([] if slow is None else [f"{result.case.label}, {result.case.layout}: {slow}"])
 
 
 def _gap(parity: Parity) -> list[str]:

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from harness import ratios, result
+from harness import ratios, result, scratch
 from harness.case import Case, Suite
 from harness.engines import Engine, Local
 from harness.judging import judge
@@ -35,6 +35,10 @@ class DirectoryInUse(ValueError):
     """Another run is writing its results here."""
 
 
+class NotWritten(Exception):
+    """A result could not be written; what was written before it stays. The message says where the result is instead."""
+
+
 def run(
     suite: Suite,
     directory: Path,
@@ -50,7 +54,7 @@ def run(
 
     `canary` measures the machine before the first case, where any case is to be timed; each result's environment then
     holds its figures. A KeyboardInterrupt ends all ranks and is raised again; the results so far are kept.
-    DirectoryInUse if another run is writing to the directory.
+    DirectoryInUse if another run is writing to the directory; NotWritten if a result cannot be.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with _as_only_run(directory):
@@ -77,14 +81,14 @@ def _run(
     is_timed = any(case.measurement.timed_steps for case in due)
     canary_figures = _canary_figures(canary, progress) if canary is not None and is_timed else {}
     shared = directory.resolve() if engine.shares_files else None
-    with tempfile.TemporaryDirectory(prefix=".scratch-" if shared else "meshmark-", dir=shared) as scratch:
-        references = References(Path(scratch), directory / "logs")
+    with scratch.directory(shared) as temporary:
+        references = References(temporary, directory / "logs")
         try:
             for group in groups:
                 members = [
                     MeasuredCase(
                         case=case,
-                        scratch=Path(scratch),
+                        scratch=temporary,
                         logs=result.logs_of(directory, case),
                         references=references,
                         on_start=partial(progress.case_started, case),
@@ -98,7 +102,7 @@ def _run(
                 with closing(_run_group(members)) as finished:
                     for measured in finished:
                         earlier[measured.case.id] = measured.result(suite.name, suite_run)
-                        result.append(directory, earlier[measured.case.id])
+                        _write(directory, earlier[measured.case.id])
                         progress.case_finished(earlier[measured.case.id])
         finally:
             references.close()
@@ -108,6 +112,21 @@ def _run(
         (directory / RATIOS_FILE).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     progress.suite_finished(results)
     return results
+
+
+def _write(directory: Path, finished: Result) -> None:
+    """Appends the result; where that cannot be done, it is kept among the system's temporary files, and NotWritten says
+    where."""
+    try:
+        result.append(directory, finished)
+    except OSError as error:
+        try:
+            elsewhere = Path(tempfile.mkdtemp(prefix=f"unwritten-{finished.suite_run}-"))
+            result.append(elsewhere, finished)
+        except OSError:
+            raise NotWritten(f"{error.strerror}: {error.filename}; the last result is lost") from error
+        kept = elsewhere / result.RESULTS_FILE
+        raise NotWritten(f"{error.strerror}: {error.filename}; the last result is in {kept}") from error
 
 
 @contextmanager

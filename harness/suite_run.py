@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shlex
 import signal
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 BAD_INPUT = 2
 INTERRUPTED = 130
 TERMINATED = 143
+_DISK_TROUBLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
+_UPLOAD_SECONDS = 300.0  # after which a slow tracking server has what is missing sent later
 _RESULTS = Path("results")
 
 
@@ -72,6 +75,7 @@ def execute(
     from harness import canary, runner  # bring torch, which showing a report does not need
 
     console = console_here()
+    hint = f"; to go on: {shlex.join(again)}" if again else ""
     try:
         with termination_interrupts(), progress.shown_on(console, silent=as_json) as shown:
             returned = runner.run(
@@ -86,8 +90,15 @@ def execute(
     except runner.DirectoryInUse as error:
         print(f"meshmark: {error}", file=sys.stderr)
         return BAD_INPUT
+    except runner.NotWritten as error:
+        print(f"meshmark: {error}; what was finished before is kept{hint}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        if error.errno not in _DISK_TROUBLE:
+            raise
+        print(f"meshmark: {error.strerror}: {error.filename}; what is finished is kept{hint}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt as interrupt:
-        hint = f"; to go on: {shlex.join(again)}" if again else ""
         print(f"meshmark: interrupted, what is finished is in {directory}{hint}", file=sys.stderr)
         return TERMINATED if isinstance(interrupt, _Terminated) else INTERRUPTED
     # A resumed run of some cases shows those of the directory that it left alone, too.
@@ -100,7 +111,10 @@ def execute(
 def show_and_record(found: Sequence[Result], directory: Path, *, as_json: bool, upload: bool) -> int:
     """The report, on the screen and beside the results, and MLflow; 0 where every result is a success, else 1."""
     console = console_here()
-    report.write(directory, found)
+    try:
+        report.write(directory, found)
+    except OSError as error:
+        print(f"meshmark: no report is written: {error.strerror}: {error.filename}", file=sys.stderr)
     if as_json:
         print_json(found)
     else:
@@ -140,7 +154,7 @@ def _upload(directory: Path) -> str:
     try:
         from harness import tracking
 
-        return tracking.upload(directory).message
+        return tracking.upload(directory, within_seconds=_UPLOAD_SECONDS).message
     except Exception as error:
         message = " ".join(str(error).split())
         return f"not in MLflow: {type(error).__name__}: {message}; later: meshmark upload {directory}"

@@ -17,6 +17,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import logging
+import math
 import os
 import tempfile
 import time
@@ -80,9 +81,9 @@ def store_uri(tracking_uri: str | None = None) -> str:
     return f"sqlite:///{database}{question_mark}{query}"
 
 
-def upload(directory: Path, *, tracking_uri: str | None = None) -> UploadReport:
-    """Bring MLflow up to date with the results in `directory`. ValueError if there are no results to read; whatever
-    else goes wrong is told in the report."""
+def upload(directory: Path, *, tracking_uri: str | None = None, within_seconds: float = math.inf) -> UploadReport:
+    """Bring MLflow up to date with the results in `directory`, as far as that can be begun `within_seconds`. ValueError
+    if there are no results to read; whatever else goes wrong is told in the report."""
     results = read(directory)
     suites = suite_runs(results, directory)
     latest = next(reversed(suites), None)
@@ -94,7 +95,7 @@ def upload(directory: Path, *, tracking_uri: str | None = None) -> UploadReport:
         ),
     ]
     hint = f"Nothing is lost: `meshmark upload {directory}` sends them later"
-    return _send_all(records, store_uri(tracking_uri), directory / RESULTS_FILE, hint)
+    return _send_all(records, store_uri(tracking_uri), directory / RESULTS_FILE, hint, within_seconds)
 
 
 def send(records: Sequence[RunRecord], *, kept: Path, tracking_uri: str | None = None) -> UploadReport:
@@ -108,8 +109,11 @@ def _itself(record: RunRecord) -> RunRecord:
     return record
 
 
-def _send_all(records: Sequence[Callable[[], RunRecord]], uri: str, file: Path, hint: str) -> UploadReport:
-    """`hint` says what to do about those that failed."""
+def _send_all(
+    records: Sequence[Callable[[], RunRecord]], uri: str, file: Path, hint: str, within_seconds: float = math.inf
+) -> UploadReport:
+    """`hint` says what to do about those that failed; none is begun after `within_seconds`."""
+    until = time.monotonic() + within_seconds
     experiments: dict[str, str] = {}  # name -> id
     problems: list[str] = []
     uploaded = already_there = 0
@@ -120,6 +124,9 @@ def _send_all(records: Sequence[Callable[[], RunRecord]], uri: str, file: Path, 
         with _locked(lock), _client(uri) as client:
             _patiently(_answers, client)
             for make_record in records:
+                if time.monotonic() > until:
+                    problems.append(f"the store is slow, and took more than {within_seconds:g} s")
+                    break
                 try:
                     record = make_record()
                     if record.experiment not in experiments:

@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
@@ -22,16 +23,20 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from harness import environment, implementation, models
 from harness.case import Case
 from harness.launch.failure import Report
 from harness.launch.fork_server import tie_to_server
-from harness.launch.watched import JOIN_SECONDS, Job
+from harness.launch.roll_call import missing_ranks
+from harness.launch.timeouts import JOIN_SECONDS
+from harness.launch.watched import Job
 from harness.link_table import Operation
 from harness.measure.collectives import collective_seconds
 from harness.measure.communication import StepRecord
 from harness.measure.communication_recorder import CommunicationRecorder
+from harness.measure.fixed_work import fixed_work_seconds
 from harness.measure.memory import NUM_WARM_UP_STEPS, MemoryRecorder, MemoryReport
 from harness.measure.pipeline import PipelineRecorder, Step
 from harness.measure.recording_backend import BACKEND_NAME, install
@@ -48,6 +53,7 @@ _CANARY_SIZES = {"cpu": (512, 2**20), "cuda": (8192, 2**26)}  # a matrix' width,
 
 def main(channel: connection.Connection, job: Job, tie: Callable[[], None] = tie_to_server) -> None:
     """Runs in the rank's process until it is told to exit; `tie` makes the process end with what has started it."""
+    worker: Worker | None = None
     try:
         _settle(job, tie)
         worker = Worker(job, lambda *progress: channel.send(("progress", progress)))
@@ -55,7 +61,10 @@ def main(channel: connection.Connection, job: Job, tie: Callable[[], None] = tie
             name, arguments = request
             channel.send(("answer", getattr(worker, name)(**arguments)))
     except BaseException as error:
-        channel.send(("failed", _report(error)))
+        report = _report(error)
+        if worker is not None and report.is_echo:
+            report = replace(report, missing=missing_ranks(worker.roll_call))
+        channel.send(("failed", report))
         traceback.print_exc()
         while True:  # the parent ends all ranks together: an early exit would look like the cause to the others
             signal.pause()
@@ -102,7 +111,7 @@ class Worker:
             install(self.recorder, real_backend=real_backend)
         world_size = Case.from_json(job.case).world_size
         store = _store(job, world_size)
-        store.set_timeout(self._timeout)
+        store.set_timeout(timedelta(seconds=min(JOIN_SECONDS, job.timeout_seconds)))
         dist.init_process_group(
             real_backend if self.recorder is None else BACKEND_NAME,
             store=store,
@@ -112,6 +121,8 @@ class Worker:
         )
         # The harness' own barriers go over a group of their own, so that no instrument sees them.
         self.control = dist.new_group(backend="gloo", timeout=self._timeout)
+        self.roll_call = dist.new_group(backend="gloo", timeout=self._timeout)
+        store.set_timeout(self._timeout)
         self._take(job.case, job.weights, job.threads)
 
     def adopt(self, case: dict[str, Any], weights: str | None = None, threads: int = 1) -> None:
@@ -125,6 +136,7 @@ class Worker:
         self._take(case, None if weights is None else Path(weights), threads)
 
     def _take(self, case: dict[str, Any], weights: Path | None, threads: int) -> None:
+        self._bound_collectives(self._timeout)
         self.case = Case.from_json(case)
         self.step = 0
         self.workload: Workload = in_precision(models.load(self.case.workload), self.case.precision, weights)
@@ -137,6 +149,16 @@ class Worker:
             timeout=self._timeout,
         )
         torch.set_num_threads(threads)
+
+    def _bound_collectives(self, timeout: timedelta) -> None:
+        """Of all groups that there are, whoever has made them. Messages from one rank to another keep what gloo was
+        first told; those are the harness' own deadline's business."""
+        for group in list(distributed_c10d._world.pg_map):
+            distributed_c10d._set_pg_timeout(timeout, group)
+
+    def _expect_steps_of(self, seconds: float) -> None:
+        """From now on ranks wait for each other by the length of a step."""
+        self._bound_collectives(timedelta(seconds=self.job.timeouts.of_collective(seconds)))
 
     def environment(self) -> dict[str, Any]:
         return environment.describe(self.device)
@@ -170,7 +192,9 @@ class Worker:
                     "num_tokens": evaluation.num_tokens,
                 }
             built.tracks_gradient_norm = index < _GRADIENT_STEPS
+            began = time.monotonic()
             output = built.train_step(batch)
+            self._expect_steps_of(time.monotonic() - began)
             record["loss_sums"].append(None if output.loss_sum is None else float(output.loss_sum))
             record["global_num_tokens"].append(batch.global_num_tokens)
             record["norms"].append(None if output.gradient_norm is None else float(output.gradient_norm))
@@ -233,11 +257,13 @@ class Worker:
             slowest = torch.tensor(self._timed_steps(1).seconds[0])
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self.control)
             recent = [*recent[-2:], float(slowest)]
+            self._expect_steps_of(float(slowest))
             done += 1
         return done
 
     def time_steps(self, num_steps: int) -> dict[str, Any]:
-        """Seconds of each of `num_steps` steps in a row, on this rank, and the processor seconds of them all."""
+        """Seconds of each of `num_steps` steps in a row, on this rank, and the processor seconds of them all; and, once
+        they are over, the seconds of fixed work in which no rank waits for another, see harness.measure.straggler."""
         self.progress("timing", 0, num_steps)
         num_tokens = [self.workload.global_num_tokens(self.step + index) for index in range(num_steps)]
         window = self._timed_steps(num_steps)
@@ -245,6 +271,7 @@ class Worker:
             "step_seconds": window.seconds,
             "cpu_seconds": window.cpu_seconds,
             "global_num_tokens": num_tokens,
+            "fixed_work_seconds": fixed_work_seconds(self.device),
         }
 
     def build_and_measure_memory(self, num_steps: int) -> MemoryReport | None:

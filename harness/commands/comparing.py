@@ -44,7 +44,7 @@ def compare(
     ] = None,
     no_upload: Annotated[bool, typer.Option("--no-upload", help="Leave MLflow alone.")] = False,
 ) -> None:
-    """Compare the strategies of a run on a page (of one on several topologies, what links cost); or time two revisions, or two versions of a peer, in turns.
+    """Compare the strategies of a run on a page, or what links cost; or time two revisions, or two versions of a peer.
 
     [bold]meshmark compare results/sharding-20300101-120000 --out sharding.md[/]   a page: memory, bytes, time, lines
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Literal
 
 import typer
@@ -33,14 +34,14 @@ def run(
         typer.Option("--device", help="Where to train: on a GPU each rank takes one of its own."),
     ] = "cpu",
     engine: Annotated[
-        Literal["local", "torchrun", "srun"],
+        Literal["local", "torchrun", "srun", "pods"],
         typer.Option(
             "--engine",
-            help="What starts the ranks: this command; torchrun on this machine; or torchrun on the nodes of the Slurm "
-            "allocation that this command runs in, see `meshmark submit`.",
+            help="What starts the ranks: this command; torchrun on this machine; torchrun on the nodes of the Slurm "
+            "allocation, or in the pods of the TrainJob, that this command runs in, see `meshmark submit`.",
         ),
     ] = "local",
-    ranks_per_node: Annotated[int | None, count("The most ranks on a node, for torchrun and srun.")] = None,
+    ranks_per_node: Annotated[int | None, count("The most ranks on a node; not for the engine local.")] = None,
     as_json: JsonOption = False,
     no_upload: NoUploadOption = False,
 ) -> None:
@@ -55,8 +56,12 @@ def run(
     [bold]meshmark run smoke --resume[/]                 go on with the newest run
     """
     from harness import engines, suite_run, suites, validation
+    from harness.launch import pods
 
     with bad_input():
+        if engine == "pods" and (place := pods.Place.here()).node > 0:
+            pods.serve(place)
+            raise typer.Exit
         loaded = suites.load(suite)
         chosen = loaded if only is None else suites.select(loaded, only)
         starter = engines.load(engine, ranks_per_node)
@@ -100,6 +105,18 @@ def submit(
     ] = None,
     results: ResultsOption = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option("--device", help="Where to train.")] = "cpu",
+    engine: Annotated[
+        Literal["slurm", "kubernetes"],
+        typer.Option(
+            "--engine", help="Whose job; kubernetes renders a TrainJob of Kubeflow Trainer v2, with --dry-run."
+        ),
+    ] = "slurm",
+    image: Annotated[
+        str, typer.Option(help="For kubernetes: a container image in which `python -m harness` works.")
+    ] = "meshmark:latest",
+    runtime: Annotated[
+        str, typer.Option(help="For kubernetes: the ClusterTrainingRuntime, of the torch kind.")
+    ] = "torch-distributed",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script, submit nothing.")] = False,
     as_json: JsonOption = False,
     no_upload: NoUploadOption = False,
@@ -109,17 +126,26 @@ def submit(
     [bold]meshmark submit peers --nodes 2 --ranks-per-node 8 --partition gpu --device cuda[/]
 
     [bold]meshmark submit smoke --nodes 2 --ranks-per-node 2 --dry-run[/]   the script alone
+
+    [bold]meshmark submit smoke --nodes 2 --ranks-per-node 2 --engine kubernetes --results /shared/r --dry-run[/]
     """
-    from harness import batch_run, suite_run, suites, validation
+    from harness import batch_run, suite_run, suites, train_job, validation
     from harness import submit as batch
 
     with bad_input():
+        if engine == "kubernetes" and not dry_run:
+            raise ValueError(
+                "--engine kubernetes: expected --dry-run, whose output is for `kubectl apply -f -`; got none"
+            )
+        if engine == "kubernetes" and results is None:
+            raise ValueError("--engine kubernetes: expected --results, a directory that all pods see; got none")
         loaded = suites.load(suite)
         chosen = loaded if only is None else suites.select(loaded, only)
         validation.check(chosen.cases)
         given = results if dry_run and results else suite_run.directory_named(chosen.name)
         directory = (given if dry_run else suite_run.directory_for(chosen.name, results, resume=False)).resolve()
-        command = ["run", suite, *(["--only", only] if only else []), "--device", device, "--engine", "srun"]
+        command = ["run", suite, *(["--only", only] if only else []), "--device", device]
+        command += ["--engine", "srun" if engine == "slurm" else "pods"]
         command += ["--ranks-per-node", str(ranks_per_node), "--results", str(directory), "--no-upload"]
         job = batch.Job(
             name=f"meshmark-{chosen.name}",
@@ -133,7 +159,8 @@ def submit(
             extra=tuple(sbatch or ()),
         )
     if dry_run:
-        print(batch.script(job), end="")
+        manifest = partial(train_job.manifest, job, image=image, runtime=runtime, device=device)
+        print(batch.script(job) if engine == "slurm" else manifest(), end="")
         raise typer.Exit
     raise typer.Exit(batch_run.execute(chosen, job, as_json=as_json, upload=not no_upload))
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from typing import Any
 
+from harness import scratch
 from harness.environment import MALLOC_SETTINGS
 
 # torch's optimizers import torch._dynamo when the first of them is made, which takes a rank a second or two.
@@ -36,10 +37,15 @@ class Fork:
         self.channel, there = context.Pipe()
         self.process = context.Process(target=target, args=(there, argument), name=name, daemon=True)
         with there, _starting, _without_main_module():
+            scratch.place_sockets()
             context.set_forkserver_preload(_PRELOADED)
             with _environment(RANK_ENVIRONMENT):
                 forkserver.ensure_running()
             self.process.start()
+
+    @property
+    def is_here(self) -> bool:
+        return True
 
     @property
     def pid(self) -> int:

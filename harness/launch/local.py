@@ -13,7 +13,8 @@ from typing import Any
 from harness.case import Case
 from harness.launch.emulated import EmulatedNodes
 from harness.launch.fork_server import Fork
-from harness.launch.watched import COLLECTIVE_MARGIN_SECONDS, Job, Launch, Rank
+from harness.launch.timeouts import COLLECTIVE_MARGIN_SECONDS, ON_ONE_MACHINE
+from harness.launch.watched import Job, Launch, Rank
 from harness.placement import seats
 
 
@@ -43,6 +44,8 @@ class LocalLaunch(Launch):
         super().__init__(deadline_seconds)
         directory.mkdir(parents=True, exist_ok=True)
         # Another name for every launch: a file that is left over from a killed one would admit nobody.
+        for left_over in directory.glob("rendezvous-*"):
+            left_over.unlink(missing_ok=True)
         self._rendezvous = directory.resolve() / f"rendezvous-{uuid.uuid4().hex}"
         placed = None if nodes is None else seats(Case.from_json(case).layout, nodes.topology)
         try:
@@ -58,6 +61,7 @@ class LocalLaunch(Launch):
                     threads=threads,
                     instrumented=instrumented,
                     timeout_seconds=deadline_seconds + COLLECTIVE_MARGIN_SECONDS,
+                    timeouts=ON_ONE_MACHINE,
                     network=None if nodes is None or placed is None else nodes.network_of(placed.node_of_rank[rank]),
                 )
                 self._ranks.append(Rank(process=Fork(main, job, f"meshmark rank {rank}"), job=job))

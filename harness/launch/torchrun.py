@@ -20,17 +20,25 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from queue import Empty, Queue
-from typing import Any
+from typing import Any, Protocol
 
+from harness import scratch
 from harness.case import Case
-from harness.launch.failure import Ending, LaunchFailed
+from harness.launch.failure import Ending, LaunchFailed, first_failure
 from harness.launch.fork_server import RANK_ENVIRONMENT
-from harness.launch.watched import COLLECTIVE_MARGIN_SECONDS, JOIN_SECONDS, Job, Launch, Rank
+from harness.launch.timeouts import (
+    COLLECTIVE_MARGIN_SECONDS,
+    JOIN_SECONDS,
+    ON_A_CLUSTER,
+    ON_ONE_MACHINE,
+    READ_SECONDS,
+)
+from harness.launch.watched import Job, Launch, Rank
 from harness.placement import seats
 from harness.topology import Topology
 
@@ -58,6 +66,46 @@ class Hello:
     host: str
 
 
+class Agent(Protocol):
+    """A command that starts agents, or one agent, wherever it runs."""
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def poll(self) -> int | None:
+        """How it ended, negative for a signal; None while it runs."""
+        ...
+
+    def send_signal_to_all(self, number: int) -> None:
+        """To it, and whatever it has started in its own session."""
+        ...
+
+
+class LocalAgent(subprocess.Popen[bytes]):
+    """On this machine."""
+
+    def send_signal_to_all(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+
+StartAgent = Callable[[int, Sequence[str], Path, Mapping[str, str]], Agent]
+"""From a node's number, a command, the file for its output and variables beside this process' own."""
+
+
+def start_here(_number: int, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> LocalAgent:
+    """On this machine, whatever the number."""
+    with log.open("wb") as file:
+        return LocalAgent(
+            command,
+            stdout=file,
+            stderr=file,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+
+
 class RemoteRank:
     """A rank that was started by somebody else, as far as its two lines tell."""
 
@@ -66,6 +114,10 @@ class RemoteRank:
         self.channel = channel
         self.exit_code: int | None = None
         self._control = control
+
+    @property
+    def is_here(self) -> bool:
+        return self.hello.host == socket.gethostname()
 
     @property
     def pid(self) -> int:
@@ -110,6 +162,7 @@ class TorchrunLaunch(Launch):
         directory: Path,
         *,
         agents: AgentCommands,
+        start: StartAgent = start_here,
         host: str | None = None,
         weights: Path | None = None,
         device: str = "cpu",
@@ -122,27 +175,18 @@ class TorchrunLaunch(Launch):
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self._topology = topology
-        self._agents: list[subprocess.Popen[bytes]] = []
+        self._agents: list[Agent] = []
         key = secrets.token_hex(16)
+        self._is_closed = False
         self._listener = _listener(host, topology.world_size, key)
         self._calls: Queue[tuple[Hello, Connection]] = Queue()
         threading.Thread(target=self._take_calls, daemon=True).start()
         try:
             # Without a place for its logs torchrun leaves an empty directory among the temporary ones.
             places = {"PET_LOG_DIR": str(directory / "torchrun"), KEY_VARIABLE: key}
-            environment = {**os.environ, **RANK_ENVIRONMENT, **places}
+            environment = {**RANK_ENVIRONMENT, **places}
             for number, command in enumerate(agents([RANK_MODULE, _written(self._listener.address)])):
-                with self._agent_log(number).open("wb") as log:
-                    self._agents.append(
-                        subprocess.Popen(
-                            command,
-                            stdout=log,
-                            stderr=log,
-                            stdin=subprocess.DEVNULL,
-                            env=environment,
-                            start_new_session=True,
-                        )
-                    )
+                self._agents.append(start(number, command, self._agent_log(number), environment))
             lines = self._wait_for_ranks(join_seconds)
             placed = seats(Case.from_json(case).layout, topology)
             for rank, node in enumerate(placed.node_of_rank):
@@ -159,6 +203,7 @@ class TorchrunLaunch(Launch):
                     threads=threads,
                     instrumented=instrumented,
                     timeout_seconds=deadline_seconds + COLLECTIVE_MARGIN_SECONDS,
+                    timeouts=ON_ONE_MACHINE if host is None else ON_A_CLUSTER,
                 )
                 process = RemoteRank(hello, commands, lines["control", node, local_rank][1])
                 self._ranks.append(Rank(process=process, job=job))
@@ -173,10 +218,9 @@ class TorchrunLaunch(Launch):
             try:
                 line = self._listener.accept()
                 self._calls.put((line.recv(), line))
-            except OSError:
-                return  # closed
-            except Exception:
-                continue  # somebody without the key, or who hung up
+            except Exception:  # closed; or else somebody without the key, or who hung up
+                if self._is_closed:
+                    return
 
     def _wait_for_ranks(self, join_seconds: float) -> dict[tuple[str, int, int], tuple[Hello, Connection]]:
         lines: dict[tuple[str, int, int], tuple[Hello, Connection]] = {}
@@ -238,15 +282,15 @@ class TorchrunLaunch(Launch):
                     f"the agent of node {number} was killed by {how} during {name}",
                     traceback=self._agent_tails(),
                 )
-        return super()._blame(endings, name)
+        return first_failure(endings, name, signals_first=True)
 
     def _clean_up(self) -> None:
+        self._is_closed = True
         self._listener.close()
         for signal_number in (None, signal.SIGTERM, signal.SIGKILL):
             for agent in self._agents:
                 if signal_number is not None and agent.poll() is None:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(agent.pid, signal_number)
+                    agent.send_signal_to_all(signal_number)
             until = time.monotonic() + (_LEAVING_SECONDS if signal_number is None else _AGENT_SECONDS)
             while any(agent.poll() is None for agent in self._agents) and time.monotonic() < until:
                 time.sleep(0.02)
@@ -266,11 +310,11 @@ class TorchrunLaunch(Launch):
         return "\n".join(said)
 
 
-def local_agents(topology: Topology, python: str) -> AgentCommands:
-    """One agent a node, all of them on this machine."""
+def local_agents(topology: Topology, python: str, host: str = "127.0.0.1") -> AgentCommands:
+    """One agent a node; the first is on this machine, which the others know as `host`."""
 
     def commands(module: Sequence[str]) -> list[list[str]]:
-        agent = agent_command(topology, python, f"127.0.0.1:{free_port()}")
+        agent = agent_command(topology, python, f"{host}:{free_port()}")
         return [[*agent, *is_host(str(int(node == 0))), "-m", *module] for node in range(topology.num_nodes)]
 
     return commands
@@ -278,7 +322,7 @@ def local_agents(topology: Topology, python: str) -> AgentCommands:
 
 def is_host(value: str) -> list[str]:
     """Says which agent keeps the store (`1`), instead of leaving it to a comparison of host names."""
-    return ["--rdzv-conf", f"is_host={value},join_timeout={JOIN_SECONDS:g},read_timeout=30"]
+    return ["--rdzv-conf", f"is_host={value},join_timeout={JOIN_SECONDS:g},read_timeout={READ_SECONDS:g}"]
 
 
 def agent_command(topology: Topology, python: str, endpoint: str) -> list[str]:
@@ -301,6 +345,7 @@ def free_port() -> int:
 
 def _listener(host: str | None, world_size: int, key: str) -> Listener:
     """On a socket of this machine, or, where ranks call from other nodes, at its address there."""
+    scratch.place_sockets()
     return Listener(None if host is None else (host, 0), backlog=2 * world_size, authkey=key.encode())
 
 

@@ -7,20 +7,30 @@ How ranks are started is a launcher's: `local` forks them here, `torchrun` has a
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from harness.launch.failure import Ending, LaunchFailed, Report, first_failure, too_late
+from harness.launch.failure import (
+    Ending,
+    LaunchFailed,
+    Report,
+    first_failure,
+    missed,
+    nobody_came,
+    only_aborted,
+    too_late,
+)
+from harness.launch.memory_kills import num_memory_kills, was_killed_for_memory
 from harness.launch.node_network import NodeNetwork
+from harness.launch.timeouts import Timeouts
 
-JOIN_SECONDS = 60.0  # until every rank of a launch is there
-COLLECTIVE_MARGIN_SECONDS = 60.0  # a rank that waits for another must not give up before the parent does
 _GRACE_SECONDS = 1.0  # after the first failure, for the other ranks' own reports
 _ECHO_GRACE_SECONDS = 5.0  # the same, while all that is known are echoes of a failure that nobody has told yet
 _EXIT_SECONDS = 5.0
@@ -45,7 +55,8 @@ class Job:
     local_rank: int
     threads: int
     instrumented: bool
-    timeout_seconds: float
+    timeout_seconds: float  # of a collective, until a step's length is known
+    timeouts: Timeouts  # from then on
     network: NodeNetwork | None = None
 
     @property
@@ -59,10 +70,14 @@ class Job:
 
 
 class RankProcess(Protocol):
-    """A rank's process, wherever it runs. `channel` carries commands and answers."""
+    """A rank's process, wherever it runs. `channel` carries commands and answers; `is_here`: on this machine, with its
+    clock."""
 
     @property
     def channel(self) -> Any: ...
+
+    @property
+    def is_here(self) -> bool: ...
 
     @property
     def pid(self) -> int: ...
@@ -105,6 +120,7 @@ class Rank:
     answered: bool = True
     report: Report | None = None
     died_at: float | None = None
+    out_of_memory: bool = False
 
     @property
     def is_over(self) -> bool:
@@ -121,6 +137,7 @@ class Rank:
             stopped=stopped,
             stack=stack,
             log_tail=_tail(self.job.log),
+            out_of_memory=self.out_of_memory,
         )
 
 
@@ -136,7 +153,9 @@ class Launch:
         self._deadline_seconds = deadline_seconds
         self._seconds_left = deadline_seconds
         self._deadline = 0.0
+        self._bound_seconds = deadline_seconds
         self._ranks: list[Rank] = []
+        self._memory_kills = num_memory_kills()
 
     def __enter__(self) -> Self:
         return self
@@ -162,12 +181,21 @@ class Launch:
         """Starts the deadline anew, for ranks that take on other work."""
         self._seconds_left = self._deadline_seconds
 
-    def command(self, name: str, on_progress: OnProgress | None = None, **arguments: Any) -> list[Any]:
+    def command(
+        self,
+        name: str,
+        on_progress: OnProgress | None = None,
+        *,
+        within_seconds: float = math.inf,
+        **arguments: Any,
+    ) -> list[Any]:
         """Has every rank carry out the worker's command `name`; their answers in rank order. LaunchFailed, with every
-        rank ended, as soon as one raises, dies or leaves without an answer, or when the deadline has passed."""
+        rank ended, as soon as one raises, dies or leaves without an answer, or when the deadline, or `within_seconds`,
+        has passed."""
         assert self._ranks, "the launch has ended"
         began = time.monotonic()
-        self._deadline = began + self._seconds_left
+        self._deadline = began + min(self._seconds_left, within_seconds)
+        self._bound_seconds = min(self._deadline_seconds, within_seconds)
         for rank in self._ranks:
             rank.answered = False
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its end shows below, with its exit code
@@ -229,14 +257,27 @@ class Launch:
         began = time.monotonic()
         while not all(rank.is_over for rank in self._ranks):
             all_echoes = all(rank.report is not None and rank.report.is_echo for rank in self._ranks if rank.is_over)
-            if time.monotonic() - began > (_ECHO_GRACE_SECONDS if all_echoes else _GRACE_SECONDS):
+            silent = {rank.job.rank for rank in self._ranks if not rank.is_over}
+            awaits_cause = all_echoes and not silent <= self._known_missing()
+            if time.monotonic() - began > (_ECHO_GRACE_SECONDS if awaits_cause else _GRACE_SECONDS):
                 break
             time.sleep(0.02)
             self._look()
         self._before_blaming()
-        failure = self._blame([rank.ending() for rank in self._ranks], name)
+        for rank in self._ranks:
+            if rank.died_at is not None and rank.report is None and rank.process.is_here:
+                rank.out_of_memory = was_killed_for_memory(rank.process.exit_code, self._memory_kills)
+        endings = [rank.ending() for rank in self._ranks]
+        if nobody_came(endings):
+            failure = missed(self._looked_at(), name)
+        else:
+            failure = self._blame(self._looked_at() if only_aborted(endings) else endings, name)
         self.kill()
         raise failure
+
+    def _known_missing(self) -> set[int]:
+        """The ranks that others missed after a collective had timed out."""
+        return {missing for rank in self._ranks if rank.report is not None for missing in rank.report.missing}
 
     def _blame(self, endings: Sequence[Ending], name: str) -> LaunchFailed:
         """The failure that these endings make during the command `name`."""
@@ -244,14 +285,18 @@ class Launch:
 
     def _fail_late(self, name: str) -> None:
         """The deadline has passed: finds out which rank the others wait for."""
+        endings = self._looked_at()
+        self.kill()
+        raise too_late(endings, name, self._bound_seconds)
+
+    def _looked_at(self) -> list[Ending]:
+        """What is known of each rank, and whether it is stopped, and where it is."""
         stopped = [rank.process.is_stopped() for rank in self._ranks]
         stacks = self._stacks()
-        endings = [
+        return [
             rank.ending(stopped=is_stopped, stack=stack)
             for rank, is_stopped, stack in zip(self._ranks, stopped, stacks, strict=True)
         ]
-        self.kill()
-        raise too_late(endings, name, self._deadline_seconds)
 
     def _stacks(self) -> list[str]:
         """Where each rank is, by its own fault handler; nothing from one that is stopped."""
@@ -286,7 +331,8 @@ def _take_messages(rank: Rank, on_progress: OnProgress | None) -> None:
             )
             return
         if kind == "failed":
-            rank.report = content
+            # Another machine's clock says nothing here.
+            rank.report = content if rank.process.is_here else replace(content, at=time.monotonic())
         elif kind == "answer":
             rank.answer, rank.answered = content, True
         else:

@@ -15,6 +15,7 @@ from harness.launch.failure import LaunchFailed
 from harness.layout import Layout
 from harness.progress import SilentProgress
 from harness.result import RESULTS_FILE, Result, read
+from harness.runner import NotWritten
 
 FAULTY = Path(__file__).with_name("launch") / "faulty.py"
 TIMED = Measurement(parity_steps=0, warm_up_steps=1, timed_steps=2, rounds=6, communication_steps=0, memory_steps=0)
@@ -196,11 +197,22 @@ def test_a_directory_takes_one_run_at_a_time(unavailable: Suite, tmp_path: Path)
     runner.run(unavailable, tmp_path, progress=SilentProgress(), resume=True)  # the lock ended with the run
 
 
-def test_a_full_disk_ends_the_run_with_its_reason_and_no_rank_left(tmp_path: Path) -> None:
+def test_a_full_disk_ends_the_run_keeps_the_result_elsewhere_and_leaves_no_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / RESULTS_FILE).symlink_to("/dev/full")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.setattr(runner.tempfile, "tempdir", str(elsewhere))
     cases = (case("Sound", 1), case("Sound", 2))
-    with pytest.raises(OSError, match=r"cannot write a result: No space left on device: .*results\.jsonl"):
-        runner.run(Suite(name="s", cases=cases, interleaved=True), tmp_path, progress=SilentProgress())
+    suite = Suite(name="s", cases=cases, interleaved=True)
+    with pytest.raises(NotWritten) as raised:
+        runner.run(suite, tmp_path, progress=SilentProgress())
+    (kept,) = elsewhere.glob("unwritten-*/results.jsonl")
+    assert str(raised.value) == (
+        f"cannot write a result: No space left on device: {tmp_path}/results.jsonl; the last result is in {kept}"
+    )
+    assert [(result.case.id, result.status) for result in read(kept.parent)] == [(cases[0].id, "ok")]
     assert [ranks_of(each) for each in cases] == [[], []]
 
 

@@ -205,6 +205,13 @@ def test_an_unreachable_server_costs_a_line(directory, monkeypatch, capfd):
     assert "MLFLOW_HTTP_REQUEST_MAX_RETRIES" not in os.environ
 
 
+def test_a_slow_store_is_given_up_in_time_and_the_rest_comes_later(store, directory):
+    report = upload(directory, tracking_uri=store, within_seconds=0.0)
+    assert counts(report) == (0, 0, 3)
+    assert "the store is slow, and took more than 0 s. Nothing is lost" in report.message
+    assert counts(upload(directory, tracking_uri=store)) == (3, 0, 0)
+
+
 def test_a_broken_store_costs_a_line(directory, tmp_path):
     (tmp_path / "mlflow.db").write_text("this is no database, and long enough to be seen as none" * 20)
     for uri in (f"sqlite:///{tmp_path}/mlflow.db", f"sqlite:///{tmp_path}/missing/mlflow.db"):

@@ -11,11 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+# [Note: Pairs of messages] NCCL carries out the messages between two ranks one after another, in the order in which
+# each of them asks. Where both send first, both wait for ever: the lower rank of a pair sends first, the higher one
+# receives first.
 
 
 class Handle(Protocol):
@@ -66,11 +71,13 @@ def ring_all_reduce(buffer: Tensor, group: dist.ProcessGroup) -> None:
         incoming = chunks[(rank - step - 1) % num_ranks]
         adds = step < num_ranks - 1
         landing = received[: incoming.numel()] if adds else incoming
-        works = []
-        if outgoing.numel():
-            works.append(dist.isend(outgoing, group=group, group_dst=right))
-        if incoming.numel():
-            works.append(dist.irecv(landing, group=group, group_src=left))
+        messages = [
+            (outgoing, partial(dist.isend, outgoing, group=group, group_dst=right)),
+            (landing, partial(dist.irecv, landing, group=group, group_src=left)),
+        ]
+        if num_ranks == 2 and rank == 1:
+            messages.reverse()  # [Note: Pairs of messages]
+        works = [start() for tensor, start in messages if tensor.numel()]
         for work in works:
             assert work is not None
             work.wait()

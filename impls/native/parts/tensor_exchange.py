@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -95,17 +96,13 @@ class ProcessGroupExchange(TensorExchange):
         pieces = own.split(list(sizes), dim)
         mine = pieces[self.rank]
         summands = [mine if rank == self.rank else own.new_empty(mine.shape) for rank in range(self.num_ranks)]
-        works, sent = [], []
+        works, sent = self._receive(summands, range(self.rank)), []  # [Note: Pairs of messages], parts/collectives.py
         for distance in range(1, self.num_ranks):  # each to another one first
             peer = (self.rank + distance) % self.num_ranks
             if pieces[peer].numel():
                 sent.append(pieces[peer].contiguous())
                 works.append(dist.isend(sent[-1], group=self._group, group_dst=peer))
-        works += [
-            dist.irecv(summand, group=self._group, group_src=peer)
-            for peer, summand in enumerate(summands)
-            if peer != self.rank and summand.numel()
-        ]
+        works += self._receive(summands, range(self.rank + 1, self.num_ranks))
 
         def finish() -> Tensor:
             for work in works:
@@ -114,6 +111,11 @@ class ProcessGroupExchange(TensorExchange):
             return _sum(summands)
 
         return finish
+
+    def _receive(self, summands: Sequence[Tensor], peers: Sequence[int]) -> list[Any]:
+        return [
+            dist.irecv(summands[peer], group=self._group, group_src=peer) for peer in peers if summands[peer].numel()
+        ]
 
 
 class _Flag(IntEnum):

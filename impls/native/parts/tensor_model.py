@@ -138,6 +138,7 @@ class TensorSlice(RankModel):
     def _whole(self, cut: Cut | None, local: Tensor) -> Tensor:
         if cut is None:
             return local.cpu()
+        local = local.to(self.device)  # where the group's collectives are: NCCL takes nothing from the host
         of_ranks = []
         for rank in range(self.context.exchange.num_ranks):
             start, stop = cut.bounds(rank)

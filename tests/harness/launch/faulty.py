@@ -22,6 +22,7 @@ from harness.implementation import Implementation, StepOutput
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.workload import Batch, Workload
+from impls.native.ddp import NativeDataParallel
 
 
 class Sound(Implementation):
@@ -234,6 +235,60 @@ class NotFinite(Sound):
     def __init__(self, workload: Workload, layout: Layout, mesh: Mesh, device: torch.device) -> None:
         super().__init__(workload, layout, mesh, device)
         time.process_time = lambda: math.inf
+
+
+class OnceAsked(Sound):
+    """Goes wrong in the first step after SIGUSR2; see tests/faults."""
+
+    def __init__(self, workload: Workload, layout: Layout, mesh: Mesh, device: torch.device) -> None:
+        super().__init__(workload, layout, mesh, device)
+        self.asked = False
+        signal.signal(signal.SIGUSR2, self.ask)
+
+    def ask(self, number: int, frame: object) -> None:
+        self.asked = True
+
+    def train_step(self, batch: Batch) -> StepOutput:
+        print("step")
+        time.sleep(0.03)
+        return super().train_step(batch)
+
+
+class Unhurried(NativeDataParallel):
+    """Trains, but a step takes longer, and its log tells when it begins."""
+
+    def train_step(self, batch: Batch) -> StepOutput:
+        print("step")
+        time.sleep(0.03)
+        return super().train_step(batch)
+
+
+class RaisesOnceAsked(OnceAsked):
+    def go_wrong(self) -> None:
+        if self.asked:
+            raise ValueError("the third bucket is empty")
+
+
+class HangsOnceAsked(OnceAsked):
+    def go_wrong(self) -> None:
+        while self.asked:
+            time.sleep(0.01)
+
+
+class OutgrowsItsLimitOnceAsked(OnceAsked):
+    def go_wrong(self) -> None:
+        if self.asked:
+            resource.setrlimit(resource.RLIMIT_AS, (2**35, 2**35))
+            torch.empty(2**36, dtype=torch.uint8).fill_(1)
+
+
+class GrowsOnceAsked(OnceAsked):
+    """By 32 MiB a time, up to 4 GiB."""
+
+    def go_wrong(self) -> None:
+        grown = []
+        while self.asked and len(grown) < 128:
+            grown.append(torch.ones(2**25, dtype=torch.uint8))
 
 
 def _cannot_be_built() -> nn.Module:

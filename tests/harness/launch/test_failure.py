@@ -2,7 +2,7 @@ import signal
 
 import pytest
 
-from harness.launch.failure import Ending, Report, first_failure, too_late, waits_for_peers
+from harness.launch.failure import Ending, Report, first_failure, missed, nobody_came, too_late, waits_for_peers
 
 
 def raised(rank: int, at: float, error: str, *, out_of_memory: bool = False) -> Ending:
@@ -49,6 +49,26 @@ def test_first_failure(endings: list[Ending], culprit: int, reason: str) -> None
 
 def test_running_out_of_memory_is_a_status_of_its_own() -> None:
     assert first_failure([raised(0, 1.0, "MemoryError: ", out_of_memory=True)], "step").status == "out of memory"
+    killed = Ending(rank=1, doing="timing 0/3", died_at=1.0, exit_code=-signal.SIGKILL, out_of_memory=True)
+    failure = first_failure([ALIVE, killed], "step")
+    assert (failure.status, failure.culprit) == ("out of memory", 1)
+    assert failure.reason == "rank 1 was killed by the system, which ran out of memory, during step (timing 0/3)"
+
+
+@pytest.mark.parametrize(
+    ("endings", "culprit"),
+    [
+        # Whoever was killed, when another one has told of an error before.
+        ([raised(0, 1.0, "Error: odd words"), died(1, 4.0, -signal.SIGKILL)], 1),
+        ([died(0, 1.0, 1), died(1, 2.0, -signal.SIGSEGV), died(2, 3.0, -signal.SIGKILL)], 1),
+        # Agents end the others of a failed worker by SIGTERM, backends abort.
+        ([died(0, 1.0, -signal.SIGTERM), died(1, 2.0, 3), died(2, 1.0, -signal.SIGABRT)], 1),
+        # Nobody was: the earliest.
+        ([raised(0, 2.0, "ValueError: b"), raised(1, 1.0, "ValueError: a")], 1),
+    ],
+)
+def test_across_agents_a_signal_counts_before_the_time(endings: list[Ending], culprit: int) -> None:
+    assert first_failure(endings, "step", signals_first=True).culprit == culprit
 
 
 def stack(*frames: str) -> str:
@@ -93,3 +113,67 @@ def test_too_late() -> None:
     nobody = too_late([silent(0, IN_COLLECTIVE), silent(1, IN_COLLECTIVE)], "step", 2.5)
     assert nobody.culprit is None
     assert nobody.traceback == f"rank 0:\n{IN_COLLECTIVE}\nrank 1:\n{IN_COLLECTIVE}"
+
+
+LATE = "RuntimeError: [..]/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 20000ms for recv operation"
+
+
+def late(rank: int, at: float = 1.0, error: str = LATE, missing: tuple[int, ...] = ()) -> Ending:
+    report = Report(at=at, error=error, traceback=f"traceback of {rank}", missing=missing)
+    return Ending(rank=rank, doing="timing 0/3", report=report)
+
+
+def test_only_timeouts_and_their_echoes_mean_that_nobody_came() -> None:
+    assert nobody_came([late(0), ALIVE])
+    assert nobody_came([late(0), late(1, error=CLOSED)])
+    assert not nobody_came([late(0, error=CLOSED), ALIVE])
+    assert not nobody_came([late(0), raised(1, 1.0, "ValueError: a")])
+    assert not nobody_came([late(0), died(1, 1.0, -signal.SIGKILL)])
+
+
+@pytest.mark.parametrize(
+    ("error", "is_timeout", "is_echo"),
+    [
+        (LATE, True, True),
+        ("TimeoutError: shared memory: rank 0 waited 120 s for rank 1 to have published bucket 0", True, True),
+        ("DistStoreError: wait timeout after 60000ms, keys: /default_pg/0//cpu//0", True, True),
+        ("DistBackendError: [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)", True, True),
+        ("OSError: the download timed out", False, True),
+        (CLOSED, False, True),
+        ("ValueError: the third bucket is empty", False, False),
+    ],
+)
+def test_what_tells_of_a_peer_that_did_not_come(error: str, is_timeout: bool, is_echo: bool) -> None:
+    report = Report(at=1.0, error=error, traceback="")
+    assert (report.is_timeout, report.is_echo) == (is_timeout, is_echo)
+
+
+def test_who_was_missed_after_a_collective_timed_out() -> None:
+    gave_up = f"in step (timing 0/3) rank 0 gave up: {LATE}"
+    stopped = silent(1, "", stopped=True)
+    failure = missed([late(0, missing=(1,)), stopped, late(2, error=CLOSED)], "step")
+    assert (failure.status, failure.culprit, failure.traceback) == ("timed out", 1, "log")
+    assert failure.reason == f"rank 1 is stopped: {gave_up}"
+    # The first rank itself is stopped: nobody learns anything in the barrier.
+    assert missed([silent(0, "", stopped=True), late(1), late(2)], "step").culprit == 0
+    busy = stack("/impl.py:spin")
+    failure = missed([late(0, missing=(1, 2)), silent(1, IN_COLLECTIVE), silent(2, busy)], "step")
+    assert (failure.culprit, failure.traceback) == (2, busy)
+    assert failure.reason == f"rank 2 hangs: {gave_up}"
+    failure = missed([late(0, missing=(2, 3)), late(1, error=CLOSED), late(2), late(3)], "step")
+    assert failure.culprit == 2
+    assert failure.reason.startswith("rank 0 cannot reach rank 2 and rank 3, though all are alive: is the link between")
+    # Each waits for a collective of its own.
+    failure = missed([late(0), silent(1, IN_COLLECTIVE)], "step")
+    assert failure.culprit is None
+    assert failure.reason == f"every rank waits for another: {gave_up}"
+    assert failure.traceback == f"rank 0:\ntraceback of 0\nrank 1:\n{IN_COLLECTIVE}"
+
+
+def test_who_is_stopped_is_to_blame_when_the_others_abort_as_nccl_has_them_do() -> None:
+    aborted = [died(0, 1.0, -signal.SIGABRT), died(2, 1.1, -signal.SIGABRT)]
+    failure = first_failure([*aborted, silent(1, "", stopped=True)], "step")
+    assert (failure.status, failure.culprit) == ("timed out", 1)
+    assert failure.reason == "rank 1 is stopped: in step (timing 0/3) rank 0 aborted"
+    assert first_failure([*aborted, silent(1, IN_COLLECTIVE)], "step").culprit == 0
+    assert first_failure(aborted, "step").culprit == 0

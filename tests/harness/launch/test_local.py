@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,8 +17,10 @@ from typing import Any
 import pytest
 
 from harness.case import Case
+from harness.launch import local
 from harness.launch.failure import LaunchFailed
 from harness.launch.local import LocalLaunch
+from harness.launch.timeouts import Timeouts
 from harness.layout import Layout
 
 FAULTY = Path(__file__).with_name("faulty.py")
@@ -163,6 +166,27 @@ def test_the_deadline_names_the_rank_the_others_wait_for(tmp_path: Path) -> None
     assert "in recv" in (mismatched.traceback or "")
 
 
+def test_ranks_that_wait_in_vain_find_out_who_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long before the deadline; the first step of the warm-up tells how long a step is."""
+    monkeypatch.setattr(local, "ON_ONE_MACHINE", Timeouts(least_seconds=3.0))
+
+    def missed(fault: str) -> LaunchFailed:
+        return failure_of(fault, tmp_path / fault, command="warm_up", world_size=3)
+
+    faults = ["Hangs", "Stops", "Mismatched"]
+    began = time.monotonic()
+    with ThreadPoolExecutor(len(faults)) as pool:
+        hangs, stops, mismatched = pool.map(missed, faults)
+    assert time.monotonic() - began < 40
+    assert {failure.status for failure in (hangs, stops, mismatched)} == {"timed out"}
+    assert (hangs.culprit, stops.culprit, mismatched.culprit) == (1, 1, None)
+    assert re.match(r"rank 1 hangs: in warm_up \(warming up 1/3\) rank [02] gave up: RuntimeError: ", hangs.reason)
+    assert "in go_wrong" in (hangs.traceback or "")
+    assert stops.reason.startswith("rank 1 is stopped: in warm_up")
+    assert mismatched.reason.startswith("every rank waits for another: in warm_up")
+    assert "in recv" in (mismatched.traceback or "")
+
+
 def test_the_deadline_bounds_all_commands_together_and_spares_the_time_between(tmp_path: Path) -> None:
     with launch("Slow", tmp_path) as ranks:
         ranks.command("build")
@@ -172,6 +196,14 @@ def test_the_deadline_bounds_all_commands_together_and_spares_the_time_between(t
         with pytest.raises(LaunchFailed, match="no answer to time_steps within the deadline"):
             for _ in range(3):
                 ranks.command("time_steps", num_steps=2)
+
+
+def test_a_command_may_have_a_deadline_of_its_own(tmp_path: Path) -> None:
+    with launch("Slow", tmp_path) as ranks:
+        ranks.command("build")
+        ranks.command("time_steps", within_seconds=30.0, num_steps=2)
+        with pytest.raises(LaunchFailed, match=r"no answer to time_steps within the deadline of 1\.5 s"):
+            ranks.command("time_steps", within_seconds=1.5, num_steps=50)
 
 
 def test_many_launches_at_once_do_not_meet_each_other(tmp_path: Path) -> None:
