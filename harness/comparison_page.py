@@ -92,7 +92,11 @@ def provenance(results: Sequence[Result], path: Path) -> list[str]:
     environment: Mapping[str, Any] = next((r.environment for r in results if r.environment), {})
     versions = {name: environment.get(name) for name in ("os", "python", "torch", "numpy")}
     dates = sorted({time.strftime("%Y-%m-%d", time.gmtime(r.started)) for r in results if r.started})
-    commit = environment.get("commit")
+    commits = dict.fromkeys(
+        f"{r.environment['commit']}{' with local changes' if r.environment.get('dirty') else ''}"
+        for r in results
+        if r.environment.get("commit")
+    )
     delay = "communication.delay_seconds"
     delays = sorted(result.metrics[delay] for result in results if delay in result.metrics)
     suites = list(dict.fromkeys(result.suite for result in results if result.suite))
@@ -100,7 +104,7 @@ def provenance(results: Sequence[Result], path: Path) -> list[str]:
         "versions": ", ".join(f"{name} {value}" for name, value in versions.items() if value),
         "delay of an operation": _range([f"{figure(seconds, 1e3)} ms" for seconds in delays]),
         "date": _range(dates),
-        "commit": f"{commit}{' with local changes' if environment.get('dirty') else ''}" if commit else "",
+        "commit": _joined(commits) if commits else "",
         "commands": "; ".join([*(f"`meshmark run {suite}`" for suite in suites), f"`meshmark compare {_shown(path)}`"]),
     }
     return [*measured_on(results), *(f"{name}: {text or '-'}" for name, text in said.items())]
