@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from harness.case import Case
 from harness.layout import Layout
 from harness.result import Result
 from harness.topology import Placement, Topology
-from harness.topology_page import page, sentences, spans_topologies
+from harness.topology_page import page, spans_topologies
+from harness.topology_sentences import sentences
 
 PAIRS = Layout(data=4, shard=2)
 
@@ -78,15 +80,15 @@ def test_sentences_are_made_of_the_figures() -> None:
     where = "2x2 at 200 Mbit/s"
     assert said == [
         f"{where}, shard groups inside nodes: `native.zero` (data=4 shard=2, shard_group_inside_node) keeps 0.40 and "
-        "sends 5.00 MB; shard groups across nodes: `native.zero` (data=4 shard=2, scattered) keeps 0.10 and sends "
-        "9.00 MB; every case inside keeps more than any across.",
+        "sends 5.00 MB; shard groups across nodes, in one level: `native.zero` (data=4 shard=2, scattered) keeps 0.10 "
+        "and sends 9.00 MB; every case inside keeps more than any across.",
         f"{where}, least leaves a node under `native.pipeline` (pipeline=4) (1.00 MB), then under `native.ddp` "
         "(data=4) (4.04 MB); most under `native.zero` (data=4 shard=2, scattered) (9.00 MB).",
         f"{where}, most is lost by `native.zero` (data=4 shard=2, scattered) keeps 0.10 and sends 9.00 MB, "
         "`native.ddp hierarchical=off` (data=4) keeps 0.33 and sends 6.00 MB, least by `native.pipeline` (pipeline=4) "
         "keeps 0.91 and sends 1.00 MB, `native.ddp` (data=4) keeps 0.50 and sends 4.04 MB.",
-        f"{where}, `native.ddp` (data=4) in two levels (2 nodes of 2) sends 4.04 MB from a node, in one 6.00 MB; its "
-        "step is 1.50 times as fast.",
+        f"{where}, `native.ddp` (data=4) in two levels (2 nodes of 2) keeps 0.50 and sends 4.04 MB, in one 0.33 and "
+        "6.00 MB: its step is 1.50 times as fast.",
         "4 of 5 cases put within 3% of the closed form on a node's link; farthest is `native.zero` (data=4 shard=2, "
         "shard_group_inside_node) on 2x2 at 200 Mbit/s shard_group_inside_node with 25.0%.",
     ]
@@ -95,6 +97,13 @@ def test_sentences_are_made_of_the_figures() -> None:
 def test_figures_against_what_is_usually_said_are_told_as_they_are() -> None:
     said = sentences(run(pairs_inside=2.0))
     assert said[0].endswith("every case across keeps more than any inside.")
+
+
+def test_how_far_steps_spread_is_said_where_there_are_enough() -> None:
+    first, *others = run()
+    steps = [0.09, 0.1, 0.11, 0.12, 0.13]  # quartiles 0.095, 0.11, 0.125, by the exclusive method
+    sampled = replace(first, samples={"step_seconds": [steps, [0.01] * 5]})
+    assert sentences([sampled, *others])[-2].startswith("Half of a case's steps lie within 27% of each other")
 
 
 def test_every_way_has_its_row_in_each_table() -> None:
