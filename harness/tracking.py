@@ -43,6 +43,7 @@ COMPLETE_TAG = "meshmark.complete"  # holds the digest of what was uploaded
 _MAX_METRICS, _MAX_PARAMS, _MAX_TAGS = 800, 100, 100
 _LOCK_DEADLINE_SECONDS = 120.0
 _LOCKED_WAITS_SECONDS = (0.1, 0.5, 2.0)
+_LOCKED_SECONDS = 15.0  # MLflow waits for twenty in most places, and not at all in others
 # By itself MLflow waits for minutes for a server that is down. What the user has set stays.
 _SETTINGS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
@@ -318,12 +319,14 @@ def _pages(search: Callable[..., Any], *arguments: Any, **options: Any) -> Itera
 
 
 def _patiently(call: Callable[..., T], *arguments: Any) -> T:
-    """`call`, again while another program (MLflow's own UI, say) holds the SQLite file."""
+    """`call`, again while another program (MLflow's own UI, say) holds the SQLite file, unless MLflow itself has waited
+    for it all along."""
+    began = time.monotonic()
     for wait_seconds in _LOCKED_WAITS_SECONDS:
         try:
             return call(*arguments)
         except Exception as error:
-            if "database is locked" not in str(error):
+            if "database is locked" not in str(error) or time.monotonic() - began > _LOCKED_SECONDS:
                 raise
             time.sleep(wait_seconds)
     return call(*arguments)

@@ -144,4 +144,4 @@ def test_a_database_that_is_locked(directory: Path, tmp_path: Path) -> None:
     assert LATER in told.message
     assert upload(directory, tracking_uri=store).failed == 0
     assert len(read_runs(tracking_uri=store)) == NUM_RESULTS + 2
-    record("MLflow's database locked", "ok; one line", seconds, 120.0)
+    record("MLflow's database locked", "ok; one line", seconds, 60.0)

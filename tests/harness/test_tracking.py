@@ -252,6 +252,10 @@ def test_a_locked_database_is_waited_for(monkeypatch):
         return answer
 
     assert tracking._patiently(write) == "written"
+    monkeypatch.setattr(tracking, "_LOCKED_SECONDS", -1.0)
+    answers = iter([RuntimeError("database is locked"), "written"])
+    with pytest.raises(RuntimeError, match="is locked"):
+        tracking._patiently(write)  # it was waited for long enough
     answers = iter([RuntimeError("disk full"), "written"])
     with pytest.raises(RuntimeError, match="disk full"):
         tracking._patiently(write)
