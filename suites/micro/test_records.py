@@ -24,10 +24,11 @@ def measured() -> result.Result:
 
 def test_write(benchmark: Any, measured: result.Result, tmp_path: Path) -> None:
     benchmark.pedantic(result.append, args=(tmp_path, measured), rounds=30, iterations=1, warmup_rounds=1)
-    assert result.read(tmp_path) == [measured]
+    assert [found.to_json() for found in result.read(tmp_path)] == [measured.to_json()]
 
 
 def test_read(benchmark: Any, measured: result.Result, tmp_path: Path) -> None:
     for _ in range(10):
         result.append(tmp_path, measured)
-    assert benchmark.pedantic(result.read, args=(tmp_path,), rounds=20, iterations=1, warmup_rounds=1) == [measured]
+    found = benchmark.pedantic(result.read, args=(tmp_path,), rounds=20, iterations=1, warmup_rounds=1)
+    assert [each.to_json() for each in found] == [measured.to_json()]
