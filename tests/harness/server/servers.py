@@ -69,7 +69,7 @@ def postgres(directory: Path) -> Iterator[str]:
             stdout=subprocess.DEVNULL,
             stderr=log,
             start_new_session=True,
-            preexec_fn=end_with_parent,
+            preexec_fn=end_with_parent,  # noqa: PLW1509  nothing else ends it with a test that is killed
             **given,
         ) as process,
     ):
@@ -166,7 +166,7 @@ def mlflow_server(directory: Path, database: str) -> Iterator[Server]:
             stdout=output,
             stderr=output,
             start_new_session=True,
-            preexec_fn=end_with_parent,
+            preexec_fn=end_with_parent,  # noqa: PLW1509  nothing else ends it with a test that is killed
         ) as process,
     ):
         try:
