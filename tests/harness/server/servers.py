@@ -21,6 +21,8 @@ from json import dumps
 from pathlib import Path
 from typing import Any
 
+from harness.launch.fork_server import end_with_parent
+
 ADMIN = "admin"
 _START_SECONDS = 120.0
 
@@ -67,6 +69,7 @@ def postgres(directory: Path) -> Iterator[str]:
             stdout=subprocess.DEVNULL,
             stderr=log,
             start_new_session=True,
+            preexec_fn=end_with_parent,  # noqa: PLW1509  nothing else ends it with a test that is killed
             **given,
         ) as process,
     ):
@@ -151,12 +154,19 @@ def mlflow_server(directory: Path, database: str) -> Iterator[Server]:
         "MLFLOW_AUTH_CONFIG_PATH": str(configuration),
         "MLFLOW_FLASK_SERVER_SECRET_KEY": secrets.token_hex(16),
         "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         "PYTHONWARNINGS": "ignore",
     }
     with (
         log.open("w") as output,
         subprocess.Popen(
-            command, cwd=directory, env=environment, stdout=output, stderr=output, start_new_session=True
+            command,
+            cwd=directory,
+            env=environment,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            preexec_fn=end_with_parent,  # noqa: PLW1509  nothing else ends it with a test that is killed
         ) as process,
     ):
         try:
@@ -167,7 +177,10 @@ def mlflow_server(directory: Path, database: str) -> Iterator[Server]:
             try:
                 process.wait(20)
             except subprocess.TimeoutExpired:
-                process.kill()
+                pass
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # it starts others, which need not end with it
 
 
 def free_port() -> int:
