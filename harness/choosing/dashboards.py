@@ -107,6 +107,7 @@ def described(note: str, run: Mapping[str, Any], experiment_id: str | None) -> s
     shown = re.sub(r"[\[\]()<>`*_\\]", " ", suite_run(run))
     links = f"[Dashboard of {shown}]({where}): which strategy to choose."
     if experiment_id is not None:
-        links += f" [Table and charts](#/experiments/{experiment_id}/runs?viewStateShareKey={tracker_views.KEY})"
+        view = f"#/experiments/{experiment_id}/runs?viewStateShareKey={tracker_views.KEY}"
+        links += f" Here: [table]({view}), [charts]({view}&compareRunsMode=CHART)."
     block = f"{_BEGIN}\n{links}\n{_END}"
     return f"{own}\n\n{block}" if own else block
