@@ -17,6 +17,7 @@ import pytest
 
 from harness import tracking
 from harness.choosing import dashboards, sources, tracker_views
+from harness.launch.fork_server import end_with_parent
 from harness.result import append
 from tests.dashboards.test_browser import browser  # noqa: F401  a fixture
 from tests.harness.choosing.scenes import EVERYTHING
@@ -49,6 +50,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=end_with_parent,  # noqa: PLW1509  nothing else runs in this process
         )
         try:
             _wait_for(address, process)
