@@ -22,6 +22,8 @@ from harness.pipeline_marks import PredictedPipeline
 from harness.workload import Batch, Workload
 
 Phase = Literal["forward", "backward", "reduce", "optimizer"]
+Prediction = Literal["states", "peak", "bytes"]
+"""What is predicted of a rank: its parameters, gradients and optimizer states, its highest peak, what it sends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +75,6 @@ class Implementation(ABC):
     strategy: ClassVar[str]
     """What it does, whoever wrote it: implementations of one strategy are compared with each other. Where an option
     decides, see `strategy_of`."""
-    normalises_by: ClassVar[str] = "global token count"
-    """What its loss is divided by; anything but the default parts from one process when counts are unequal."""
     libraries: ClassVar[tuple[str, ...]] = ()
     """The distributions beside torch that it is made of: their versions are part of what a result is about."""
     makes_gradients: ClassVar[bool] = False
@@ -123,6 +123,13 @@ class Implementation(ABC):
         return None
 
     @classmethod
+    def other_work(cls, workload: Workload, layout: Layout, options: Mapping[str, Any]) -> str | None:
+        """What these options have it do otherwise than the workload's recipe says (another divisor of the loss,
+        clipping, optimizer or precision of what is reduced), or None. Such a case is labelled, and its time is no
+        measure for others, whether or not the parity steps show the difference."""
+        return None
+
+    @classmethod
     def predicted_memory(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> Mapping[MemoryCategory, int] | None:
@@ -168,6 +175,14 @@ class Implementation(ABC):
     ) -> int | None:
         """Bytes one rank sends in one step, from the closed form of the strategy (the largest rank's), or None."""
         return None
+
+    @classmethod
+    def unpredicted(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Mapping[Prediction, str]:
+        """Why what it does not predict is not known, for those who wonder about an empty cell: what follows "because".
+        A dry run that fails says so by itself."""
+        return {}
 
     @classmethod
     def predicted_pipeline(

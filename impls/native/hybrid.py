@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from harness.implementation import DryStep, EvaluationOutput, Implementation, StepOutput
+from harness.implementation import DryStep, EvaluationOutput, Implementation, Prediction, StepOutput
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.parameters import LogicalParameter, MemoryCategory
@@ -114,6 +114,14 @@ class NativeHybrid(Implementation):
         """Of the first slice, on the rank of the pipeline whose stages send most."""
         ranks = _rank_costs(workload, layout, options)
         return hybrid_costs.wire_bytes(workload, layout, options, ranks) if ranks else None
+
+    @classmethod
+    def unpredicted(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Mapping[Prediction, str]:
+        if layout.tensor > 1 and layout.pipeline == 1 and options.get("stage", 0):
+            return {"peak": "shards of slices come and go otherwise than the dry run of whole ones has it"}
+        return {}
 
     @classmethod
     def predicted_pipeline(
