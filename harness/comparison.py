@@ -131,17 +131,20 @@ def is_measured(result: Result) -> bool:
 
 
 def _is_baseline(result: Result, has_floors: bool) -> bool:
-    return "step.median_seconds" in result.metrics and (result.case.role == "floor" or not has_floors)
+    """A floor exchanges nothing and has no status to lose; of the others only what does the work counts."""
+    serves = result.case.role == "floor" if has_floors else result.is_a_measure
+    return "step.median_seconds" in result.metrics and serves
 
 
 def _best_peer_seconds(member: Result, others: Sequence[Result]) -> float | None:
-    """A floor trains nothing, and a peer that trains another model is no measure for one that does not."""
+    """A floor trains nothing, and a peer that trains another model, or does other work, is no measure for one that does
+    not."""
     if member.case.role == "floor":
         return None
     seconds = (
         other.metrics.get("step.median_seconds")
         for other in others
-        if other.case.role == "peer" and other.status == "ok" and other.stands_beside(member.strategy)
+        if other.case.role == "peer" and other.is_a_measure and other.stands_beside(member.strategy)
     )
     return min((value for value in seconds if value is not None), default=None)
 

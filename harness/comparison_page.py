@@ -11,7 +11,7 @@ from typing import Any
 from harness.comparison import Comparison, Row, comparisons
 from harness.library_matrix import Line, matrix
 from harness.ratios import ratio_rows
-from harness.reasons import departures, measured_on, reasons
+from harness.reasons import departures, measured_on, reasons, shown_parity, unpredicted
 from harness.report import RATIO_COLUMNS, RATIO_MEANING, Column, figure, ratio_groups, unit_of
 from harness.result import Result
 
@@ -25,11 +25,12 @@ _CATEGORIES = {
     "other_bytes": "other",
 }
 MATRIX_MEANING = (
-    "The median step of each library's fastest setting that trains the reference's model, and in brackets over that of "
-    "the best peer: below 1 is faster."
+    "The median step of each library's fastest setting that trains the reference's model by its recipe, and in "
+    "brackets over that of the best peer: below 1 is faster."
 )
 LEGEND = (
-    "step / best peer: the median step over that of the fastest peer of the same strategy which trains the same model",
+    "step / best peer: the median step over that of the fastest peer of the same strategy which trains the same model "
+    "by the same recipe",
     "states: parameters, gradients and optimizer states of the rank that holds most of each, measured; predicted: the "
     "strategy's closed form of them",
     "by category: the states one by one, and what a step needs beside them, each at its own largest, wherever in the "
@@ -44,6 +45,8 @@ LEGEND = (
     "operation is launched d later, over d",
     "lines changed: the logical lines by which a peer's `__init__` and `train_step` differ from plain training in one "
     "process; a call counts as itself. Ours are libraries, whose lines are not the user's",
+    "parity: against one process, see the README. not checked: the case has no parity steps. other work: its options "
+    "depart from the recipe, as said below; such a peer is nobody's best",
 )
 
 
@@ -58,6 +61,8 @@ def page(results: Sequence[Result], *paths: Path) -> str:
     for comparison in comparisons(results):
         lines += [f"## {comparison.title}", "", *(f"- {text}" for text in sentences(comparison)), ""]
         lines += [*_table(columns(comparison), comparison.rows), ""]
+        if empty := unpredicted(row.result for row in comparison.rows):
+            lines += [*(f"- {line}" for line in empty), ""]
     notes = ["; ".join(reasons(result)) for result in results if result.status != "ok"]
     notes += [line for result in results for line in departures(result)]
     if notes:
@@ -153,8 +158,7 @@ def _by_category(row: Row) -> str:
 
 
 def _parity(row: Row) -> str:
-    parity = row.result.parity
-    return "-" if parity is None else "ok" if parity.ok else "FAILED"
+    return shown_parity(row.result, {"ok": "ok", "failed": "FAILED"})
 
 
 def _mib(name: str) -> Callable[[Row], str]:

@@ -24,6 +24,8 @@ from harness.traffic import Traffic
 from harness.workload import Batch, Workload
 
 Phase = Literal["forward", "backward", "reduce", "optimizer"]
+Prediction = Literal["states", "peak", "bytes"]
+"""What is predicted of a rank: its parameters, gradients and optimizer states, its highest peak, what it sends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +77,6 @@ class Implementation(ABC):
     strategy: ClassVar[str]
     """What it does, whoever wrote it: implementations of one strategy are compared with each other. Where an option
     decides, see `strategy_of`."""
-    normalises_by: ClassVar[str] = "global token count"
-    """What its loss is divided by; anything but the default parts from one process when counts are unequal."""
     libraries: ClassVar[tuple[str, ...]] = ()
     """The distributions beside torch that it is made of: their versions are part of what a result is about."""
     makes_gradients: ClassVar[bool] = False
@@ -122,6 +122,13 @@ class Implementation(ABC):
         cls, workload: Workload, layout: Layout, device: torch.device, options: Mapping[str, Any]
     ) -> str | None:
         """Why this combination cannot run, or None. Called before any process starts."""
+        return None
+
+    @classmethod
+    def other_work(cls, workload: Workload, layout: Layout, options: Mapping[str, Any]) -> str | None:
+        """What these options have it do otherwise than the workload's recipe says (another divisor of the loss,
+        clipping, optimizer or precision of what is reduced), or None. Such a case is labelled, and its time is no
+        measure for others, whether or not the parity steps show the difference."""
         return None
 
     @classmethod
@@ -183,6 +190,14 @@ class Implementation(ABC):
         """Bytes that each rank sends to each other one in one step, on gloo, from the closed form of the strategy, or
         None. What does not grow with the model may be left out."""
         return None
+
+    @classmethod
+    def unpredicted(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Mapping[Prediction, str]:
+        """Why what it does not predict is not known, for those who wonder about an empty cell: what follows "because".
+        A dry run that fails says so by itself."""
+        return {}
 
     @classmethod
     def predicted_pipeline(

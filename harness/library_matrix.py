@@ -27,7 +27,7 @@ def libraries(results: Sequence[Result]) -> list[str]:
 
 def matrix(results: Sequence[Result]) -> list[Line]:
     """One line for each strategy that has a subject and a peer side by side. Of a library's settings the fastest that
-    trains the reference's model counts; where none does, the cell says so."""
+    trains the reference's model by its recipe counts; where none does, the cell says so."""
     groups: dict[tuple[str, ...], list[Result]] = {}
     for result in results:
         if result.case.role in ("subject", "peer"):
@@ -57,16 +57,18 @@ def _may_be(result: Result, strategy: str) -> bool:
 def _cell(settings: Sequence[Result], best_peer_seconds: float | None) -> str:
     timed = [(seconds, setting) for setting in settings if (seconds := _seconds(setting)) is not None]
     if timed:
-        seconds, _ = min(timed, key=lambda pair: pair[0])
+        seconds, fastest = min(timed, key=lambda pair: pair[0])
         ratio = "" if best_peer_seconds is None else f" ({figure(seconds / best_peer_seconds)})"
-        return f"{figure(seconds, 1e3)} ms{ratio}"
-    return ", ".join(dict.fromkeys(setting.status for setting in settings)) or "-"
+        unchecked = ", parity not checked" if fastest.parity_verdict == "not checked" else ""
+        return f"{figure(seconds, 1e3)} ms{ratio}{unchecked}"
+    words = ("other work" if setting.status == "ok" and setting.other_work else setting.status for setting in settings)
+    return ", ".join(dict.fromkeys(words)) or "-"
 
 
 def _seconds(result: Result) -> float | None:
-    """None for one that trains another model than the reference: its time is no measure."""
+    """None for one that trains another model than the reference, or does other work: its time is no measure."""
     seconds: Any = result.metrics.get("step.median_seconds")
-    return float(seconds) if result.status == "ok" and seconds is not None else None
+    return float(seconds) if result.is_a_measure and seconds is not None else None
 
 
 def _library(result: Result) -> str:

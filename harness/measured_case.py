@@ -26,13 +26,14 @@ from harness.launch.failure import LaunchFailed
 from harness.launch.timeouts import hard_deadline_seconds
 from harness.launch.watched import Launch
 from harness.measure import communication, links, memory, pipeline, straggler
-from harness.measure.predicted_memory import predicted, registry
+from harness.measure.predicted_memory import registry
+from harness.measure.predictions import predictions
 from harness.measure.timing import model_flops_utilisation, time_metrics
 from harness.rank_records import assemble
 from harness.references import References
 from harness.result import Parity, Result, Status
 from harness.trajectory import Trajectory
-from harness.workload import in_precision
+from harness.workload import Workload, in_precision
 
 OnPhase = Callable[[str, int, int], None]
 _INSTRUMENTED_FACTOR = 10  # the most by which instruments are expected to stretch a step
@@ -62,6 +63,8 @@ class MeasuredCase:
     reason: str | None = None
     strategy: str = ""
     comparable_strategies: tuple[str, ...] = ()
+    unpredicted: dict[str, str] = field(default_factory=dict)
+    other_work: str | None = None
     environment: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     samples: dict[str, Any] = field(default_factory=dict)
@@ -87,7 +90,14 @@ class MeasuredCase:
             self.status, self.reason = "unsupported", reason
         elif reason := self.engine.unavailable(self.case) or self._unprepared(kind):
             self.status, self.reason = "unavailable", reason
-        elif self.case.role == "peer" and (num_lines := num_changed_lines(kind)) is not None:
+        else:
+            self._tell_work(kind, workload)
+
+    def _tell_work(self, kind: type[implementation.Implementation], workload: Workload) -> None:
+        """What its options change in the work, and what it took to write a peer."""
+        if self.case.role != "floor":
+            self.other_work = kind.other_work(workload, self.case.layout, self.case.options)
+        if self.case.role == "peer" and (num_lines := num_changed_lines(kind)) is not None:
             # Ours are libraries: their lines are not what a user would change.
             self.metrics["code.changed_lines"] = num_lines
 
@@ -248,11 +258,11 @@ class MeasuredCase:
         kind = implementation.load(self.case.implementation)
         workload = in_precision(models.load(self.case.workload), self.case.precision)
         device = torch.device(self.device)
-        self.metrics |= predicted(workload, kind, self.case.layout, self.case.options, device=device)
-        if self.case.role != "floor":
-            wire_bytes = kind.predicted_wire_bytes(workload, registry(workload), self.case.layout, self.case.options)
-            if wire_bytes is not None:
-                self.metrics["communication.predicted_bytes_per_step"] = float(wire_bytes)
+        made = predictions(
+            workload, kind, self.case.layout, self.case.options, device, is_floor=self.case.role == "floor"
+        )
+        self.metrics |= made.figures
+        self.unpredicted = dict(made.missing)
         foreseen = kind.predicted_pipeline(workload, self.case.layout, self.case.options)
         if foreseen is not None:
             self.metrics["pipeline.predicted_bubble_ratio"] = foreseen.bubble_ratio
@@ -300,6 +310,8 @@ class MeasuredCase:
             traceback=None if self.failure is None else self.failure.traceback,
             strategy=self.strategy,
             comparable_strategies=self.comparable_strategies,
+            unpredicted=self.unpredicted,
+            other_work=self.other_work,
             suite=suite,
             suite_run=suite_run,
             started=self.started,

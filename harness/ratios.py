@@ -13,7 +13,9 @@ from harness.result import HARMLESS, Result
 
 def ratio_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
     """One row for each subject and peer of each strategy, among cases that were timed side by side. One that does not
-    train the same model has a row, with `parity` failed, and is nobody's best peer.
+    train the same model has a row, with `parity` failed, and so has one whose options depart from the recipe, in
+    `other_work`; neither is anybody's best peer. `parity` of one that was not held against the reference is "not
+    checked".
 
     `ratio` is its median step over that of the fastest peer (a peer's own row shows how far it is behind that one);
     `floor_ratio` is over the fastest floor's; `overhead_ratio` is (its median - floor) / (fastest peer's - floor), the
@@ -28,7 +30,7 @@ def ratio_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
         floor = min((m for m in timed if m.case.role == "floor"), key=_median, default=None)
         for strategy in dict.fromkeys(m.strategy for m in timed if m.case.role == "subject"):
             peers = [m for m in timed if m.stands_beside(strategy) and m.case.role == "peer"]
-            if not (equals := [m for m in peers if m.status == "ok"]):
+            if not (equals := [m for m in peers if m.is_a_measure]):
                 continue
             best = min(equals, key=_median)
             ours = [m for m in timed if m.strategy == strategy and m.case.role == "subject"]
@@ -58,7 +60,8 @@ def _row(result: Result, best: Result, floor: Result | None, strategy: str) -> d
         "ratio": own / peer,
         "floor_ratio": None if floor_median is None else own / floor_median,
         "overhead_ratio": _overhead_ratio(own, peer, floor_median),
-        "parity": "failed" if result.status == "parity failed" else "ok",
+        "parity": result.parity_verdict,
+        "other_work": result.other_work,
         "rounds": len(by_round),
         "spread": _quartile_distance(by_round),
     }

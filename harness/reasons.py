@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from harness.measure import straggler
 from harness.result import Parity, Result
@@ -25,16 +25,40 @@ def reasons(result: Result) -> list[str]:
 
 
 def departures(result: Result) -> list[str]:
-    """What figures must not hide: where a case ran with another value than an option asked for, and which of its ranks
-    kept the others waiting."""
+    """What figures must not hide: where a case does other work than its recipe says, where it ran with another value
+    than an option asked for, and which of its ranks kept the others waiting."""
     facts = result.environment.get("facts") or {}
     slow = straggler.find(result.samples.get("fixed_work_seconds") or [])
-    return [
-        f"{result.case.label}, {result.case.layout}: ran with {name}={facts[name]}"
+    case = result.case
+    work = [] if result.other_work is None else [f"{case.label}, {case.layout}: other work: {result.other_work}"]
+    others = [
+        f"{case.label}, {case.layout}: ran with {name}={facts[name]}"
         + (f" ({facts[f'{name}_fallback']})" if f"{name}_fallback" in facts else "")
-        for name, value in result.case.options.items()
+        for name, value in case.options.items()
         if name in facts and str(facts[name]) != str(value)
-    ] + ([] if slow is None else [f"{result.case.label}, {result.case.layout}: {slow}"])
+    ]
+    return [*work, *others, *([] if slow is None else [f"{case.label}, {case.layout}: {slow}"])]
+
+
+def unpredicted(results: Iterable[Result]) -> list[str]:
+    """One line for each implementation and each reason: why cells of its predictions are empty."""
+    lines: dict[tuple[str, str], list[str]] = {}
+    for result in results:
+        for figure, reason in result.unpredicted.items():
+            figures = lines.setdefault((result.case.label, reason), [])
+            if figure not in figures:
+                figures.append(figure)
+    return [f"{label} predicts no {' and no '.join(figures)} because {why}" for (label, why), figures in lines.items()]
+
+
+def shown_parity(result: Result, verdicts: Mapping[str, str]) -> str:
+    """What a table says of parity, in its words for "ok" and "failed"; nothing of a floor, which trains nothing, of
+    the reference, nor of what was not measured."""
+    is_measured = result.case.role in ("subject", "peer") and result.status in ("ok", "parity failed")
+    if not is_measured and result.parity is None:
+        return "-"
+    words = [verdicts.get(result.parity_verdict, result.parity_verdict)]
+    return ", ".join([*words, *(["other work"] if result.other_work else [])])
 
 
 def _gap(parity: Parity) -> list[str]:

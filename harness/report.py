@@ -16,7 +16,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from harness.reasons import departures, measured_on, reasons
+from harness.reasons import departures, measured_on, reasons, shown_parity, unpredicted
 from harness.result import RESULTS_FILE, Parity, Result
 
 RATIOS_FILE = "ratios.json"
@@ -26,6 +26,7 @@ STATUS_STYLES = {
     "unsupported": "dim",
     "unavailable": "yellow",
     "parity failed, as expected": "yellow",
+    "ok, other work": "yellow",
 } | dict.fromkeys(("failed", "timed out", "out of memory", "topology mismatch", "parity failed"), "bold red")
 MLFLOW_COMMAND = "mlflow ui --backend-store-uri sqlite:///mlflow.db"
 _MIB = 2**20
@@ -61,8 +62,8 @@ def headline(result: Result) -> str:
     unit = unit_of([result])
     speed = result.metrics.get(f"throughput.{unit}_per_second")
     parts = [] if speed is None else [f"{figure(speed)} {unit}/s"]
-    if result.parity is not None:
-        parts.append(f"parity {_verdict(result.parity)}")
+    if (parity := _parity(result)) != "-":
+        parts.append(f"parity {parity}")
     return ", ".join(parts) or result.status
 
 
@@ -75,11 +76,11 @@ def _metric(name: str, scale: float = 1.0) -> Callable[[Result], str]:
     return lambda result: figure(result.metrics.get(name), scale)
 
 
-def _verdict(parity: Parity | None) -> str:
-    if parity is None:
-        return "-"
-    if parity.ok:
-        return "ok"
+def _parity(result: Result) -> str:
+    return shown_parity(result, {"ok": "ok", "failed": "FAILED" if result.parity is None else _failure(result.parity)})
+
+
+def _failure(parity: Parity) -> str:
     step = "" if parity.first_bad_step is None else f" at step {parity.first_bad_step}"
     return f"FAILED{step}" + (f": {parity.worst_parameter}" if parity.worst_parameter else "")
 
@@ -125,13 +126,18 @@ def columns(results: Sequence[Result]) -> tuple[Column, ...]:
         Column(header="blocked %", cell=_metric("communication.blocked_ratio", 100), from_width=140),
         Column(header="CPU s/step", cell=_metric("cpu.seconds_per_step"), from_width=140),
         *(PIPELINE_COLUMNS if has_pipeline else ()),
-        Column(header="parity", cell=lambda result: _verdict(result.parity), numeric=False),
+        Column(header="parity", cell=_parity, numeric=False),
         Column(header="status", cell=lambda result: result.shown_status, numeric=False),
     )
 
 
 def _ratio(name: str, scale: float = 1.0) -> Callable[[Mapping[str, Any]], str]:
     return lambda row: figure(row.get(name), scale)
+
+
+def _parity_of_row(row: Mapping[str, Any]) -> str:
+    verdict = "FAILED" if row.get("parity") == "failed" else str(row.get("parity", "-"))
+    return f"{verdict}, other work" if row.get("other_work") else verdict
 
 
 RATIO_COLUMNS = (
@@ -146,12 +152,13 @@ RATIO_COLUMNS = (
     Column(header="overhead / peer", cell=_ratio("overhead_ratio")),
     Column(header="spread", cell=_ratio("spread")),
     Column(header="rounds", cell=lambda row: str(row.get("rounds", "-")), from_width=120),
-    Column(header="parity", cell=lambda row: "FAILED" if row.get("parity") == "failed" else "ok", numeric=False),
+    Column(header="parity", cell=_parity_of_row, numeric=False),
 )
 RATIO_MEANING = (
     "Medians of steps timed in rounds that took turns. time / peer: over the fastest setting of the best peer; below 1 "
     "is faster. time / floor: over the same work without communication. overhead / peer: (own - floor) / (peer - "
-    "floor). spread: between the quartiles of the rounds' own time / peer."
+    "floor). spread: between the quartiles of the rounds' own time / peer. parity: against one process; not checked "
+    "where a case has no parity steps. other work: its options depart from the recipe; nobody's best peer."
 )
 
 
@@ -200,7 +207,10 @@ def text(
     results: Sequence[Result], ratios: Sequence[Mapping[str, Any]], directory: Path, width: int = 100
 ) -> RenderableType:
     """The whole report for a terminal of `width` columns."""
-    parts: list[RenderableType] = [table(title, group, width) for title, group in by_workload(results).items()]
+    parts: list[RenderableType] = []
+    for title, group in by_workload(results).items():
+        parts.append(table(title, group, width))
+        parts += [Text(line, style="dim") for line in unpredicted(group)]
     for result in results:
         parts += [Text(line, style="yellow") for line in departures(result)]
         if result.status != "ok":
@@ -223,6 +233,8 @@ def markdown(results: Sequence[Result], ratios: Sequence[Mapping[str, Any]], dir
     lines = [f"# {_title(results)}", ""]
     for title, group in by_workload(results).items():
         lines += [f"## {title}", "", *_markdown_table(columns(group), group), ""]
+        if empty := unpredicted(group):
+            lines += [*(f"- {line}" for line in empty), ""]
     if not_ok := [result for result in results if result.status != "ok"]:
         lines += ["## Not ok", ""]
         for result in not_ok:

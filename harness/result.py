@@ -56,6 +56,8 @@ class Result:
     traceback: str | None = None
     strategy: str = ""  # the implementation's, where it could be loaded
     comparable_strategies: tuple[str, ...] = ()  # those it is a peer of, where they are more than its own
+    unpredicted: Mapping[str, str] = field(default_factory=dict)  # states, peak, bytes: why there is no prediction
+    other_work: str | None = None  # what its options have it do otherwise than the recipe says
     suite: str = ""
     suite_run: str = ""
     started: float = 0.0  # seconds since the epoch
@@ -81,7 +83,23 @@ class Result:
 
     @property
     def shown_status(self) -> str:
-        return f"{self.status}, as expected" if self.is_as_expected else self.status
+        if self.is_as_expected:
+            return f"{self.status}, as expected"
+        return "ok, other work" if self.status == "ok" and self.other_work else self.status
+
+    @property
+    def is_a_measure(self) -> bool:
+        """Whether times of others may be held against its own: it does the work of the recipe, as far as is known."""
+        return self.status == "ok" and self.other_work is None
+
+    @property
+    def parity_verdict(self) -> Literal["ok", "failed", "not checked"]:
+        """Of a case that was timed. One without parity steps was held against nothing."""
+        if self.status == "parity failed":
+            return "failed"
+        if self.parity is None:
+            return "not checked"
+        return "ok" if self.parity.ok else "failed"
 
     def stands_beside(self, strategy: str) -> bool:
         """Whether it is to be compared with implementations of `strategy`."""

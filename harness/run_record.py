@@ -84,6 +84,7 @@ def case_record(result: Result, directory: Path) -> RunRecord:
         "role": result.case.role,
         "status": result.status,
         "reason": result.reason,
+        "other_work": result.other_work,
         "culprit": result.culprit,
         "verdict": result.verdict,
         "lane": result.parity and result.parity.lane,

@@ -35,6 +35,7 @@ FOR_IMPLEMENTATIONS = {
     "harness.pipeline_marks",
     "harness.wire_bytes",
     "harness.own_process",
+    "harness.token_counts",
 }
 FOR_SUITES = {"harness.case", "harness.layout", "harness.topology", "harness.workload"}
 FOR_DASHBOARDS = {"harness.tracking", "harness.result", "harness.regression", "harness.choosing"}

@@ -91,6 +91,18 @@ def predicted(
     and the most that a micro-batch needs beside them; of states that come late, as activations go, it counts what the
     dry run has come to hold by then. Elsewhere activations and the peak are those of the ranks' dry steps.
     """
+    return predicted_with_reason(workload, implementation, layout, options, device=device)[0]
+
+
+def predicted_with_reason(
+    workload: Workload,
+    implementation: type[Implementation],
+    layout: Layout,
+    options: Mapping[str, Any],
+    *,
+    device: torch.device = _CPU,
+) -> tuple[dict[str, float], str | None]:
+    """As `predicted`; and where there is no peak, what the dry run says about it."""
     states = implementation.predicted_memory(workload, registry(workload), layout, options)
     figures: dict[str, float] = {}
     for category, num_bytes in (states or {}).items():
@@ -101,7 +113,7 @@ def predicted(
         if run.activation_bytes is not None and run.peak_bytes is not None:
             figures["memory.predicted_activation_bytes"] = run.activation_bytes
             figures["memory.predicted_peak_bytes"] = run.peak_bytes
-        return figures
+        return figures, run.reason
     prepare = implementation.dry_run_preparation(workload, registry(workload), layout, options)
     run = dry_run(workload, largest_micro_batch(workload, layout.data), device=device, prepare=prepare)
     if run.activation_bytes is not None:
@@ -109,7 +121,7 @@ def predicted(
     if run.peak_bytes is not None and states is not None:
         late = implementation.predicted_late_bytes(workload, registry(workload), layout, options)
         figures["memory.predicted_peak_bytes"] = sum(states.values()) - late + run.peak_bytes
-    return figures
+    return figures, run.reason or (None if states is not None else "its states are not known")
 
 
 def registry(workload: Workload) -> tuple[LogicalParameter, ...]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from harness.chain import chain_of, keep_parameters
 from harness.evaluation import evaluating
-from harness.implementation import EvaluationOutput, Implementation, StepOutput
+from harness.implementation import EvaluationOutput, Implementation, Prediction, StepOutput
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import decay_groups, global_norm, torch_optimizer
@@ -77,6 +77,12 @@ class DeepSpeedPipeline(Implementation):
         planned = plan(workload, layout.pipeline, options.get("partition", "flops"))
         num_micro_batches, tells_norm = workload.training.num_micro_batches, options.get("stage", 0) == 1
         return pipeline_stages.wire_bytes(planned, parameters, num_micro_batches, tells_norm=tells_norm)
+
+    @classmethod
+    def unpredicted(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Mapping[Prediction, str]:
+        return {"peak": "DeepSpeed's engine takes a rank's step, which does not run on tensors without memory"}
 
     def __init__(
         self,

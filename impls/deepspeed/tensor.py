@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.evaluation import evaluating, sum_losses
-from harness.implementation import EvaluationOutput, Implementation, StepOutput, phase
+from harness.implementation import EvaluationOutput, Implementation, Prediction, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import decay_groups, global_norm, norm_over_ranks, torch_optimizer
@@ -61,6 +61,12 @@ class DeepSpeedTensorParallel(Implementation):
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> int | None:
         return tensor_costs.wire_bytes(workload, layout, cuts_head=options.get("cuts_head", True))
+
+    @classmethod
+    def unpredicted(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Mapping[Prediction, str]:
+        return {"peak": "DeepSpeed's engine takes a rank's step, which does not run on tensors without memory"}
 
     def __init__(
         self, workload: Workload, layout: Layout, mesh: Mesh, device: torch.device, *, cuts_head: bool = True

@@ -21,6 +21,7 @@ from harness.evaluation import evaluating, sum_losses
 from harness.implementation import (
     EvaluationOutput,
     Implementation,
+    Prediction,
     Preparation,
     StepOutput,
     as_it_is,
@@ -51,7 +52,8 @@ class DeepSpeedZero(Implementation):
 
     DeepSpeed averages over ranks. Told the loss times their number over the global token count, it trains what one
     process does; `loss_scaling="rank_mean"` is the mean of the ranks' means instead, which parts from it where counts
-    are unequal. It clips at 1.0 unless it is told otherwise, which `clipping="default"` leaves it to.
+    are unequal. It clips at 1.0 unless it is told otherwise, which `clipping="default"` leaves it to. `cpu_adam` is the
+    same update as torch's AdamW, in DeepSpeed's code.
     """
 
     libraries = ("deepspeed",)
@@ -85,6 +87,10 @@ class DeepSpeedZero(Implementation):
         cls, workload: Workload, layout: Layout, device: torch.device, options: Mapping[str, Any]
     ) -> str | None:
         return zero_config.why_not(workload, layout, device, options)
+
+    @classmethod
+    def other_work(cls, workload: Workload, layout: Layout, options: Mapping[str, Any]) -> str | None:
+        return zero_config.other_work(workload, layout, options)
 
     @classmethod
     def predicted_memory(
@@ -122,6 +128,18 @@ class DeepSpeedZero(Implementation):
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> int | None:
         return zero_costs.wire_bytes(zero_config.clipped(workload, options), parameters, layout, options)
+
+    @classmethod
+    def unpredicted(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Mapping[Prediction, str]:
+        workload = zero_config.clipped(workload, options)
+        reasons: dict[Prediction, str | None] = {
+            "states": zero_costs.why_no_memory(parameters, options),
+            "bytes": zero_costs.why_no_bytes(workload, parameters, layout, options),
+        }
+        reasons["peak"] = reasons["states"]
+        return {figure: reason for figure, reason in reasons.items() if reason is not None}
 
     def __init__(
         self,

@@ -21,7 +21,8 @@ from harness.implementation import EvaluationOutput, Implementation, StepOutput,
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import RecipeOptimizer, global_norm, norm_over_ranks
-from harness.parameters import LogicalParameter, MemoryCategory
+from harness.parameters import LogicalParameter, MemoryCategory, logical_parameters
+from harness.token_counts import mean_of_means
 from harness.workload import Batch, MicroBatch, Workload
 from impls.fairscale.parts import library
 from impls.fairscale.parts.first_ranks_buffers import broadcast_buffers
@@ -76,6 +77,19 @@ class FairScaleShardedDataParallel(Implementation):
                 "waits for it for ever on the ranks that use it"
             )
         return None
+
+    @classmethod
+    def other_work(cls, workload: Workload, layout: Layout, options: Mapping[str, Any]) -> str | None:
+        found = []
+        if options.get("set_to_none"):
+            registry = logical_parameters(workload.model_without_memory(), workload.decays)
+            if any(_reductions(registry, layout, options).bucketed):
+                found.append(
+                    "gradients that are cleared to None leave the buffers that are reduced, and are not summed"
+                )
+        if options.get("loss_scaling") == "rank_mean" and (reason := mean_of_means(workload, layout.data)):
+            found.append(reason)
+        return "; ".join(found) or None
 
     @classmethod
     def predicted_memory(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from harness.data import IGNORE_INDEX
 from harness.evaluation import evaluating, sum_losses
-from harness.implementation import EvaluationOutput, Implementation, StepOutput, phase
+from harness.implementation import EvaluationOutput, Implementation, Prediction, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import RecipeOptimizer, global_norm, norm_over_ranks
@@ -60,6 +60,17 @@ class FairScaleTensorParallel(Implementation):
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> int | None:
         return step_wire_bytes(workload, parameters, layout.tensor)
+
+    @classmethod
+    def unpredicted(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Mapping[Prediction, str]:
+        reasons: dict[Prediction, str] = {
+            "peak": "FairScale's layers exchange over a process group, which a rank without memory has none of"
+        }
+        if workload.training.activation_checkpointing:
+            reasons["bytes"] = "backward computes blocks again as far as torch finds it necessary, sums included"
+        return reasons
 
     def __init__(self, workload: Workload, layout: Layout, mesh: Mesh, device: torch.device) -> None:
         from fairscale.nn.model_parallel import initialize

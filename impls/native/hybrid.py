@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from harness import traffic
-from harness.implementation import DryStep, EvaluationOutput, Implementation, StepOutput
+from harness.implementation import DryStep, EvaluationOutput, Implementation, Prediction, StepOutput
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.parameters import LogicalParameter, MemoryCategory
@@ -138,6 +138,14 @@ class NativeHybrid(Implementation):
             return None if planned is None else traffic.total((along_data, traffic_along(planned, ranks, layout)))
         slices = (traffic.ring(group, ranks[0].sent_bytes) for group in layout.groups("tensor"))
         return traffic.total((along_data, *slices))
+
+    @classmethod
+    def unpredicted(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Mapping[Prediction, str]:
+        if layout.tensor > 1 and layout.pipeline == 1 and options.get("stage", 0):
+            return {"peak": "shards of slices come and go otherwise than the dry run of whole ones has it"}
+        return {}
 
     @classmethod
     def predicted_pipeline(

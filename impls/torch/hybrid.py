@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.implementation import Prediction
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import RecipeOptimizer
@@ -69,6 +70,17 @@ class TorchHybrid(TorchPipeline):
             return pipeline_costs.wire_bytes(planned, workload, parameters, data_degree=layout.data)
         costs = slice_costs.slice_costs(workload, layout)
         return None if costs is None else slice_costs.wire_bytes(costs, workload, layout)
+
+    @classmethod
+    def unpredicted(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Mapping[Prediction, str]:
+        if layout.tensor == 1:
+            return super().unpredicted(workload, parameters, layout, options)
+        reasons: dict[Prediction, str] = {"peak": "FSDP2 shards DTensors, which do not run on tensors without memory"}
+        if slice_costs.slice_costs(workload, layout) is None:
+            reasons["states"] = reasons["bytes"] = "the model does not run without values"
+        return reasons
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from harness.implementation import EvaluationOutput, Implementation, StepOutput, phase
+from harness.implementation import EvaluationOutput, Implementation, Prediction, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import RecipeOptimizer
@@ -70,6 +70,12 @@ class TorchPipeline(Implementation):
         options: Mapping[str, Any],
     ) -> Traffic | None:
         return pipeline_costs.traffic_of(plan(workload, layout, options), workload, parameters, layout)
+
+    @classmethod
+    def unpredicted(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Mapping[Prediction, str]:
+        return {"peak": "torch's schedule takes a rank's step, which does not run on tensors without memory"}
 
     def __init__(
         self,

@@ -3,7 +3,7 @@ styles, logits that stay cut and loss_parallel over them, as torch's tutorial ha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 from harness.evaluation import evaluating, sum_losses
-from harness.implementation import EvaluationOutput, Implementation, StepOutput, phase
+from harness.implementation import EvaluationOutput, Implementation, Prediction, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import clip_coefficient, decay_groups, global_norm, norm_over_ranks, torch_optimizer
-from harness.parameters import MemoryCategory
+from harness.parameters import LogicalParameter, MemoryCategory
 from harness.workload import Batch, Workload
 from impls.torch.parts.tensor_slices import cut, local_part
 
@@ -39,6 +39,15 @@ class TorchTensorParallel(Implementation):
         if workload.precision.master is not None:
             return "parallelize_module keeps no fp32 masters"
         return workload.fits_tensor_degree(layout.tensor)
+
+    @classmethod
+    def unpredicted(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Mapping[Prediction, str]:
+        reason = (
+            "what DTensor holds and sends between cut layers is its own choice, of which no closed form is held here"
+        )
+        return {"states": reason, "peak": reason, "bytes": reason}
 
     def __init__(self, workload: Workload, layout: Layout, mesh: Mesh, device: torch.device) -> None:
         self.workload = workload

@@ -111,3 +111,14 @@ def test_what_is_no_run_is_refused_with_what_was_expected(name: str, message: st
     append(tmp_path / "alone", REFERENCE)
     with pytest.raises(ValueError, match=message):
         read_run(tmp_path / name)
+
+
+def test_nothing_is_held_against_a_peer_that_trains_otherwise_or_does_other_work() -> None:
+    subject = result(strategy="ddp", seconds=0.2)
+    peer = result("torch.ddp", role="peer", strategy="ddp", seconds=0.4)
+    clipped = result("deepspeed.zero", role="peer", strategy="ddp", seconds=0.1, other_work="clipped at 1")
+    parted = result("fairscale.oss", role="peer", strategy="ddp", seconds=0.1, status="parity failed")
+    (found,) = comparisons([subject, peer, clipped, parted])
+    assert found.rows[0].peer_ratio == 0.5
+    assert found.baseline == "fastest"
+    assert [row.step_ratio for row in found.rows] == [1.0, 2.0, 0.5, 0.5]

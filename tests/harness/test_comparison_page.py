@@ -161,8 +161,10 @@ def test_what_was_not_measured_is_a_dash_and_what_parted_says_so() -> None:
     assert (peer["step / floor"], peer["lines changed"]) == ("2.50", "18")
     assert {name for name, cell in peer.items() if cell == "-"} == {
         "tokens/s", "states MiB", "states predicted", "by category MiB", "peak MiB", "peak predicted",
-        "sent predicted", "collectives", "busy %", "exposed %", "parity",
+        "sent predicted", "collectives", "busy %", "exposed %",
     }  # fmt: skip
+    assert peer["parity"] == "not checked"
+    assert rows(ALL)["native.floor (floor)"]["parity"] == "-"
     assert rows(ALL)["native.floor (floor)"]["step / floor"] == "1.00"
 
 
@@ -204,6 +206,14 @@ def test_what_failed_and_what_ran_otherwise_than_asked_is_named() -> None:
     assert "Not as asked" not in page([DATA_PARALLEL], Path("r"))
 
 
+def test_other_work_is_labelled_in_its_row_and_said_in_words() -> None:
+    clipped = result("deepspeed.zero", "peer", parity=HELD, metrics=FLOOR.metrics, other_work="clipped at 1")
+    assert rows([DATA_PARALLEL, clipped])["deepspeed.zero"]["parity"] == "ok, other work"
+    assert bullets(page([DATA_PARALLEL, clipped], Path("r")), "Not as asked") == [
+        "deepspeed.zero, data=2: other work: clipped at 1"
+    ]
+
+
 @pytest.mark.parametrize(("path", "shown"), [("results/r", "results/r"), ("/somewhere/of/mine/r", "r")])
 def test_the_page_says_where_its_figures_come_from_and_names_no_place_on_this_machine(path: str, shown: str) -> None:
     text = page(ALL, Path(path))
@@ -237,6 +247,7 @@ def test_what_took_turns_has_its_ratios_and_their_spread() -> None:
             name,
             role,
             strategy="ddp",
+            parity=HELD,
             metrics={"step.median_seconds": seconds},
             samples={"step_seconds": [[seconds] * 4], "steps_per_round": 1},
         )
@@ -247,3 +258,9 @@ def test_what_took_turns_has_its_ratios_and_their_spread() -> None:
     (row,) = (line for line in lines if line.startswith("| native.ddp | ours | 2 | 300 |"))
     assert row == "| native.ddp | ours | 2 | 300 | - | torch.ddp | 0.75 | - | - | 0 | 4 | ok |"
     assert "## Timed in turns" not in page([FLOOR, DATA_PARALLEL], Path("r"))
+
+
+def test_an_empty_cell_of_a_prediction_says_why_under_its_table() -> None:
+    unknown = result("torch.tensor", "peer", metrics=FLOOR.metrics, unpredicted={"bytes": "nobody knows"})
+    tables = page([DATA_PARALLEL, unknown], Path("r")).partition("\n## What the columns say")[0]
+    assert tables.rstrip().endswith("\n\n- torch.tensor predicts no bytes because nobody knows")

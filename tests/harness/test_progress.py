@@ -49,7 +49,7 @@ def test_a_log_has_one_line_an_event() -> None:
         "smoke: 3 cases",
         "[1/3] reference single gpt:size=tiny,tied=true fp32: started",
         "[1/3] reference single gpt:size=tiny,tied=true fp32: timing",
-        "[1/3] reference single gpt:size=tiny,tied=true fp32: ok, 1,234 tokens/s, 2.0 s",
+        "[1/3] reference single gpt:size=tiny,tied=true fp32: ok, 1,234 tokens/s, parity not checked, 2.0 s",
         "[2/3] native.ddp transport=shared_memory reduction=parameter_server data=2 gpt:size=tiny,tied=true fp32: "
         "failed, RuntimeError: gone and more, 3.2 s",
         "a note in two lines",

@@ -5,8 +5,21 @@ import pytest
 from harness.case import Case
 from harness.layout import Layout
 from harness.ratios import ratio_rows
-from harness.result import Result
+from harness.result import Parity, Result
 from harness.topology import Topology
+
+HELD = Parity(
+    ok=True,
+    lane="fp32",
+    loss_max_relative=0.0,
+    gradient_norm_max_relative=0.0,
+    gradient_max_relative=0.0,
+    parameter_max_relative=0.0,
+    worst_parameter=None,
+    first_bad_step=None,
+    explanation=None,
+    replicas_bit_equal=True,
+)
 
 
 def timed(name: str, role: str, rounds: list[list[float]], **others: Any) -> Result:
@@ -14,7 +27,8 @@ def timed(name: str, role: str, rounds: list[list[float]], **others: Any) -> Res
     samples = {"step_seconds": [[s for seconds in rounds for s in seconds]], "steps_per_round": len(rounds[0])}
     case: dict[str, Any] = {"workload": "gpt", "implementation": name, "role": role, "layout": Layout(data=2)}
     case |= others.pop("case", {})
-    return Result(**{"case": Case(**case), "status": "ok", "strategy": "ddp", "samples": samples, **others})
+    common = {"status": "ok", "strategy": "ddp", "samples": samples, "parity": HELD}
+    return Result(**{"case": Case(**case), **common, **others})
 
 
 OURS = timed("native", "subject", [[3.0, 3.0], [3.0, 3.0], [6.0, 6.0], [3.0, 3.0]])
@@ -48,6 +62,7 @@ def test_ratios_by_hand() -> None:
         "floor_ratio": 1.5,
         "overhead_ratio": 0.5,
         "parity": "ok",
+        "other_work": None,
         "rounds": 4,
         # Rounds 0.75, 0.75, 0.75, 1.5: quartiles 0.75 and 0.75 + 0.75 * 0.75 (Hyndman and Fan's sixth).
         "spread": pytest.approx(0.5625),
@@ -117,3 +132,16 @@ def test_a_peer_that_trains_another_model_is_shown_and_is_nobodys_best() -> None
     assert rows["native"]["best_peer"] == "torch"
     assert {name: row["parity"] for name, row in rows.items()} == {"native": "ok", "torch": "ok", "fairscale": "failed"}
     assert rows_of(OURS, diverged) == {}
+
+
+def test_a_peer_that_does_other_work_is_shown_and_is_nobodys_best_whatever_its_parity() -> None:
+    clipped = timed("deepspeed", "peer", [[1.0]] * 4, other_work="gradients are clipped at 1")
+    rows = rows_of(OURS, FAST, clipped)
+    assert rows["native"]["best_peer"] == "torch"
+    assert rows["deepspeed"]["other_work"] == "gradients are clipped at 1"
+    assert rows_of(OURS, clipped) == {}
+
+
+def test_parity_that_nobody_checked_is_not_called_ok() -> None:
+    rows = rows_of(OURS, timed("torch", "peer", [[4.0]] * 4, parity=None))
+    assert {name: row["parity"] for name, row in rows.items()} == {"native": "ok", "torch": "not checked"}

@@ -149,7 +149,7 @@ def test_a_pipeline_shows_its_bubble_beside_theorys() -> None:
 def test_what_is_not_known_is_a_dash() -> None:
     row = markdown_rows([ALONE])["reference single"]
     assert {name for name, cell in row.items() if cell == "-"} == row.keys() - {
-        "implementation", "layout", "tokens/s", "step ms", "status",
+        "implementation", "layout", "tokens/s", "step ms", "parity", "status",
     }  # fmt: skip
 
 
@@ -301,3 +301,29 @@ def test_a_case_that_parts_as_it_is_known_to_says_so_with_its_explanation() -> N
     assert rest == reasons.reasons(DIVERGED)[1:]
     lines = shown(report.text([PARTED_AS_KNOWN], [], Path("r"), 160), width=160)
     assert sum("parity failed, as expected" in line for line in lines) == 2
+
+
+def test_other_work_and_parity_that_nobody_checked_are_labelled() -> None:
+    clipped = replace(MEASURED, other_work="clipped at 1")
+    row = markdown_rows([clipped])["native.ddp transport=shared_memory data=2"]
+    assert (row["parity"], row["status"]) == ("ok, other work", "ok, other work")
+    assert "other work: clipped at 1" in "\n".join(shown(report.text([clipped], [], Path("r"))))
+    assert "other work: clipped at 1" in report.markdown([clipped], [], Path("r"))
+    (unchecked,) = markdown_rows([replace(MEASURED, parity=None)]).values()
+    assert (unchecked["parity"], unchecked["status"]) == ("not checked", "ok")
+    ratios = [{**RATIOS[0], "parity": "ok", "other_work": "clipped at 1"}, {**THEIRS, "parity": "not checked"}]
+    table = report.markdown([], ratios, Path("r"))
+    assert "| ok, other work |" in table
+    assert "| not checked |" in table
+
+
+def test_an_empty_cell_of_a_prediction_says_why_once_for_each_implementation() -> None:
+    why = {"states": "it is its own choice", "bytes": "it is its own choice", "peak": "no step is known"}
+    unknown = [result("torch.tensor", data, metrics=METRICS, parity=HELD, unpredicted=why) for data in (2, 4)]
+    lines = [
+        "torch.tensor predicts no states and no bytes because it is its own choice",
+        "torch.tensor predicts no peak because no step is known",
+    ]
+    table = report.markdown([*unknown, MEASURED], [], Path("r")).partition("## Where")[0].splitlines()
+    assert [line.removeprefix("- ") for line in table if line.startswith("- ")] == lines
+    assert [line.strip() for line in shown(report.text(unknown, [], Path("r"))) if "predicts no" in line] == lines

@@ -117,6 +117,10 @@ def test_an_emulated_topology_is_marked():
     assert case_record(result(environment={"emulated": True}), HERE).tags["emulated"] == "true"
 
 
+def test_other_work_is_a_tag():
+    assert case_record(result(other_work="clipped at 1"), HERE).tags["other_work"] == "clipped at 1"
+
+
 def test_values_that_are_not_finite_are_named_not_sent():
     parity = dataclasses.replace(PARITY, ok=False, loss_max_relative=math.inf, gradient_max_relative="nan")
     samples = {"losses": [1.0, "nan", 3.0], "reference_losses": [1.0, 2.0, "inf"]}

@@ -328,3 +328,24 @@ def test_what_cannot_be_prepared_is_unavailable_with_one_line(tmp_path: Path) ->
     cases = (case("", implementation=f"{file}:Plan"),)
     (result,) = runner.run(Suite(name="s", cases=cases), tmp_path / "results", progress=SilentProgress())
     assert (result.status, result.reason) == ("unavailable", "RuntimeError: no compiler")
+
+
+_CLIPPING_BY_ITSELF = """
+from impls.native.ddp import *
+class Plan(NativeDataParallel):
+    @classmethod
+    def other_work(cls, workload, layout, options):
+        return f"clips by {options['bucket_bytes']} over {layout}" if "bucket_bytes" in options else None
+"""
+
+
+def test_other_work_is_told_in_the_results_of_whatever_parity_says(tmp_path: Path) -> None:
+    file = tmp_path / "plan.py"
+    file.write_text(_CLIPPING_BY_ITSELF)
+    measurement = Measurement(parity_steps=3, timed_steps=0, communication_steps=0, memory_steps=0)
+    of = {"implementation": f"{file}:Plan", "measurement": measurement}
+    cases = (case("", 1, options={"bucket_bytes": 999}, **of), case("", 1, **of))
+    runner.run(Suite(name="s", cases=cases), tmp_path / "results", progress=SilentProgress())
+    found = read(tmp_path / "results")
+    assert [each.status for each in found] == ["ok", "ok"]
+    assert [each.other_work for each in found] == ["clips by 999 over data=1", None]

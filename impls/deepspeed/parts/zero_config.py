@@ -10,6 +10,7 @@ import torch
 
 from harness.layout import Layout
 from harness.parameters import LogicalParameter
+from harness.token_counts import mean_of_means
 from harness.workload import Workload
 from impls.deepspeed.parts import limits
 
@@ -50,6 +51,16 @@ def clipped(workload: Workload, options: Mapping[str, Any]) -> Workload:
     if options.get("clipping", "recipe") == "recipe" or workload.training.clip_norm is not None:
         return workload
     return replace(workload, training=replace(workload.training, clip_norm=DEFAULT_CLIP_NORM))
+
+
+def other_work(workload: Workload, layout: Layout, options: Mapping[str, Any]) -> str | None:
+    """What departs from the recipe, in words, or None."""
+    found = []
+    if clipped(workload, options) is not workload:
+        found.append(f"gradients are clipped at {DEFAULT_CLIP_NORM:g}, DeepSpeed's default; the recipe clips none")
+    if options.get("loss_scaling") == "rank_mean" and (reason := mean_of_means(workload, layout.data)):
+        found.append(reason)
+    return "; ".join(found) or None
 
 
 def bucket_elements(parameters: Sequence[LogicalParameter], options: Mapping[str, Any]) -> int:

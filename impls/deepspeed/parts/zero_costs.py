@@ -37,7 +37,7 @@ def memory_bytes(
     does not hold all that it gathers."""
     stage, ranks = options.get("stage", 1), layout.data
     precision, num_moments = workload.precision, workload.training.num_moments
-    if options.get("offload_optimizer"):
+    if why_no_memory(parameters, options):
         return None
     states = replicated_state_bytes(parameters, precision, num_moments)
     if not stage:
@@ -45,8 +45,6 @@ def memory_bytes(
     gradient_bytes, elements = _gradient_bytes(workload), _num_trained(parameters)
     bucket = bucket_elements(parameters, options)
     if stage == 3:
-        if elements > _PREFETCHED_ELEMENTS or not keeps_gathered(options):
-            return None
         sharded = sum(_padded_for_stage_3(parameters, ranks)) // ranks
         shards = sum(-(-parameter.num_elements // ranks) * parameter.dtype.itemsize for parameter in parameters)
         persistent = sum(parameter.num_bytes for parameter in parameters if not _is_gathered(parameter, options))
@@ -127,36 +125,70 @@ def wire_bytes(
     if not stage:
         summed = _num_trained(parameters) * _gradient_bytes(workload)
         return all_reduce_wire_bytes(summed, ranks) + _norm_bytes(workload, parameters, layout, options)
-    if options.get("zero_hpz_partition_size", 1) > 1:
+    if why_no_bytes(workload, parameters, layout, options):
         return None
     if stage == 3:
-        if keeps_gathered(options) and _num_trained(parameters) > _PREFETCHED_ELEMENTS:
-            return None
         padded = sum(_padded_for_stage_3(parameters, ranks))
         sent = num_micro_batches * all_reduce_wire_bytes(padded * _gradient_bytes(workload), ranks)
         sent += _gathered_bytes(workload, parameters, ranks, options)
     else:
         num_sums = num_micro_batches if stage == 2 else 1
-        reduced_to_owners = _reduced_to_owners(workload, parameters, layout, options)
-        if reduced_to_owners is None:
-            return None
-        sent = num_sums * reduced_to_owners
+        sent = num_sums * _reduced_to_owners(workload, parameters, layout, options)
         padded = sum(padded_elements(group, ranks) for group in decay_groups_of(parameters))
         sent += padded * workload.precision.compute.itemsize * (ranks - 1) // ranks
     return sent + _norm_bytes(workload, parameters, layout, options)
 
 
+def why_no_memory(parameters: Sequence[LogicalParameter], options: Mapping[str, Any]) -> str | None:
+    """Why bytes of memory by category are not known, or None."""
+    if options.get("offload_optimizer"):
+        return "offload_optimizer takes optimizer states off the device, a piece at a time"
+    if options.get("stage", 1) != 3:
+        return None
+    if not keeps_gathered(options):
+        return "what stage 3 lets go and gathers again follows from DeepSpeed's trace of modules"
+    return _why_not_all_gathered(parameters)
+
+
+def why_no_bytes(
+    workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+) -> str | None:
+    """Why bytes sent in a step are not known, or None."""
+    stage = options.get("stage", 1)
+    if not stage:
+        return None
+    if options.get("zero_hpz_partition_size", 1) > 1:
+        return "which gathers of stage 3 stay within zero_hpz_partition_size follows from DeepSpeed's trace of modules"
+    if stage == 3:
+        return _why_not_all_gathered(parameters) if keeps_gathered(options) else None
+    reduction = reduction_of(workload, parameters, layout, options)
+    if _reduces_to_owners(reduction) and reduction.bucket_elements < _num_trained(parameters):
+        return "gloo's cut of each reduction to an owner matters, and reduce_bucket_size makes several of them"
+    return None
+
+
+def _why_not_all_gathered(parameters: Sequence[LogicalParameter]) -> str | None:
+    if (elements := _num_trained(parameters)) <= _PREFETCHED_ELEMENTS:
+        return None
+    return (
+        f"stage 3 gathers at most {_PREFETCHED_ELEMENTS:,} elements ahead, of {elements:,}: what it lets go follows "
+        f"from DeepSpeed's trace of modules"
+    )
+
+
+def _reduces_to_owners(reduction: Reduction) -> bool:
+    return reduction.to_owners and reduction.scatters and reduction.contiguous
+
+
 def _reduced_to_owners(
     workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
-) -> int | None:
+) -> int:
     """What sums of one backward cost the rank that sends most. An all-reduce of everything, or of each owner's part a
-    reduction to it; of several buckets gloo's cut of them matters, which is not foreseen."""
+    reduction to it."""
     reduction = reduction_of(workload, parameters, layout, options)
     elements, item_bytes = _num_trained(parameters), _gradient_bytes(workload)
-    if not (reduction.to_owners and reduction.scatters and reduction.contiguous):
+    if not _reduces_to_owners(reduction):
         return all_reduce_wire_bytes(elements * item_bytes, layout.data)
-    if reduction.bucket_elements < elements:
-        return None
     owned = [0] * layout.data
     for pieces in reduction.partition.pieces.values():
         for piece in pieces:

@@ -86,3 +86,25 @@ def test_recipes_are_spelled_out() -> None:
 )
 def test_stages_are_strategies(options: dict[str, Any], strategies: tuple[str, ...]) -> None:
     assert DeepSpeedZero.comparable_strategies(options) == strategies
+
+
+@pytest.mark.parametrize(
+    ("workload", "options", "words"),
+    [
+        ("awkward:kind=sgd", {"clipping": "default"}, "clipped at 1, DeepSpeed's default; the recipe clips none"),
+        ("awkward:kind=clipped", {"clipping": "default"}, None),
+        ("awkward:kind=unequal_tokens", {"loss_scaling": "rank_mean", "stage": 2}, "whose counts differ ("),
+        ("gpt:size=tiny,text=stdlib,global_batch_size=8", {"loss_scaling": "rank_mean"}, None),
+        ("awkward:kind=unequal_tokens", {"stage": 2, "cpu_adam": True, "overlap_comm": True}, None),
+    ],
+)
+def test_options_that_depart_from_the_recipe_say_so(workload: str, options: dict[str, Any], words: str | None) -> None:
+    found = DeepSpeedZero.other_work(models.load(workload), Layout(data=2), options)
+    assert found is None if words is None else found is not None and words in found
+
+
+def test_everything_that_departs_is_told() -> None:
+    options = {"clipping": "default", "loss_scaling": "rank_mean"}
+    found = DeepSpeedZero.other_work(models.load("awkward:kind=unequal_tokens"), Layout(data=2), options)
+    assert found is not None
+    assert found.count("; ") == 2

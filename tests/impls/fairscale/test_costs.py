@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,14 @@ from harness.layout import Layout
 from harness.measure import communication
 from harness.measure.memory import MemoryReport
 from harness.measure.predicted_memory import registry
+from impls.fairscale.parts.fully_sharded_costs import memory_bytes, sent_bytes
 from tests.conftest import Instrumented
 from tests.impls.test_figures import GPT, predicted_bytes, work_of
 
 pytestmark = [pytest.mark.baselines, pytest.mark.usefixtures("fairscale")]
+
+
+SCENES = Path(__file__).with_name("fsdp_scenes.py")
 
 
 def make_case(name: str, layout: Layout, workload: str, precision: str, options: dict[str, Any]) -> Case:
@@ -70,3 +75,29 @@ def test_bytes_sent_and_held_are_the_closed_form(
     assert 0 <= counters <= 4 * len(registry(work))
     if work.training.num_micro_batches == 1 or name == "fairscale.tensor":
         assert largest["gradients"] == predicted["gradients"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "workload", "options"),
+    [
+        (2, "gpt:size=tiny,global_batch_size=4,clip_norm=1.0", {}),
+        (3, "awkward:kind=few_micro_batches", {"reshard_after_forward": False}),
+        (2, "awkward:kind=buffers", {}),
+    ],
+    ids=str,
+)
+def test_fully_sharded_sends_and_holds_the_closed_form_where_its_streams_are_taken_out(
+    instrumented: Instrumented, ranks: int, workload: str, options: dict[str, Any]
+) -> None:
+    """FairScale's own code over gloo, whose reduce-scatter is an all-reduce, in the steady state."""
+    case = make_case(f"{SCENES}:WithoutStreams", Layout(data=ranks), workload, "fp32", options)
+    work = work_of(case)
+    launch = instrumented.adopt(case)
+    reports: list[MemoryReport] = launch.command("build_and_measure_memory", num_steps=1)
+    answers = launch.command("measure_communication", num_steps=1)
+    sent = communication.summarise([answer["records"] for answer in answers])["communication.bytes_per_step"]
+    reshards = options.get("reshard_after_forward", True)
+    assert sent == sent_bytes(work, registry(work), case.layout, reshards=reshards, algorithm="gloo")
+    for category, num_bytes in memory_bytes(work, registry(work), ranks).items():
+        counters = max(report.largest_bytes[category] for report in reports) - num_bytes
+        assert 0 <= counters <= (4 * len(registry(work)) if category == "optimizer_states" else 0), category

@@ -66,3 +66,21 @@ def test_says_what_it_does_not_do(name: str, workload: str, precision: str, layo
 )
 def test_options_are_checked(name: str, options: dict[str, Any], reason: str | None) -> None:
     assert implementation.load(f"fairscale.{name}").refused_options(options) == reason
+
+
+@pytest.mark.parametrize(
+    ("workload", "layout", "options", "words"),
+    [
+        (GPT, TWO, {"set_to_none": True}, "leave the buffers that are reduced, and are not summed"),
+        (GPT, TWO, {"set_to_none": True, "reduce_buffer_size": 0}, None),
+        (GPT, Layout(data=1), {"set_to_none": True}, None),
+        (GPT, TWO, {"loss_scaling": "rank_mean"}, "each rank divides by its own tokens"),
+        ("gpt:size=tiny,text=stdlib,global_batch_size=8", TWO, {"loss_scaling": "rank_mean"}, None),
+        (GPT, TWO, {}, None),
+    ],
+)
+def test_options_that_depart_from_the_recipe_say_so(
+    workload: str, layout: Layout, options: dict[str, Any], words: str | None
+) -> None:
+    found = implementation.load("fairscale.sharded_ddp").other_work(models.load(workload), layout, options)
+    assert found is None if words is None else found is not None and words in found
