@@ -125,6 +125,8 @@ def _gradient_cause(inquiry: _Inquiry, step: int, here: Sequence[Difference]) ->
         (mixture, *fit)
         for mixture in mixtures(shares, inquiry.unit)
         if (fit := _fit(inquiry, case, mixture.gradients(shares, names), names, gap))
+        # The right gradients once are what the case is off by a little, and no cause.
+        and (mixture.text or not math.isclose(fit[0], 1, rel_tol=inquiry.factor_tolerance))
     ]
     if fits:
         # The first of those that fit about equally well: in bf16 several may.
@@ -137,6 +139,8 @@ def _gradient_cause(inquiry: _Inquiry, step: int, here: Sequence[Difference]) ->
     if not_reduced := _unreduced_cause(inquiry, step, names, gaps):
         return not_reduced
     ratios = [_ratio(case[name], right[name]) for name in names]
+    if all(math.isclose(ratio, 1, rel_tol=inquiry.factor_tolerance) for ratio in ratios):
+        return f"no single factor explains it: the gradients of {_some(names)} are right but for single elements"
     return f"no single factor explains it: the gradients of {_some(names)} are {_range(ratios)} x the right ones"
 
 

@@ -159,6 +159,16 @@ def test_a_factor_without_a_known_cause_is_told_as_it_is() -> None:
     )
 
 
+def test_single_elements_are_no_factor_of_one() -> None:
+    def one_element(name: str, gradients: Gradients) -> torch.Tensor:
+        changed = gradients[name].clone()
+        changed.view(-1)[0] += 1e-9 * changed.abs().max()
+        return changed
+
+    case = with_gradients(trained("fp64"), 0, one_element)
+    assert explained(case).endswith("are right but for single elements")
+
+
 def test_unlike_factors_are_told_as_a_range() -> None:
     case = with_gradients(trained("fp64"), 0, lambda name, g: g[name] * (3.0 if "norm" in name else 0.7))
     assert "no single factor explains it: the gradients of " in explained(case)
