@@ -348,4 +348,4 @@ def test_other_work_is_told_in_the_results_of_whatever_parity_says(tmp_path: Pat
     runner.run(Suite(name="s", cases=cases), tmp_path / "results", progress=SilentProgress())
     found = read(tmp_path / "results")
     assert [each.status for each in found] == ["ok", "ok"]
-    assert [each.other_work for each in found] == ["clips by 999 over data=1", None]
+    assert [each.other_work for each in found] == ["clips by 999 over single", None]
