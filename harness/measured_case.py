@@ -365,6 +365,18 @@ class MeasuredCase:
         return self.launch.command(name, self.on_phase, **arguments)
 
 
+def is_available(case: Case, engine: Engine) -> bool:
+    """Whether its implementation, and what starts its ranks, are usable here; what it takes is not asked."""
+    try:
+        kind = implementation.load(case.implementation)
+        if kind.unavailable() or engine.unavailable(case):
+            return False
+        kind.prepare(case.options)
+    except Exception:  # whatever a library raises while it is imported or compiles
+        return False
+    return True
+
+
 def _slowest(answers: list[dict[str, Any]], name: str) -> list[float]:
     """The slowest rank's seconds of each step."""
     return [max(steps) for steps in zip(*(answer[name] for answer in answers), strict=True)]

@@ -19,7 +19,7 @@ from harness.case import Case, Suite
 from harness.engines import Engine, Local
 from harness.judging import judge
 from harness.launch.failure import LaunchFailed
-from harness.measured_case import MeasuredCase
+from harness.measured_case import MeasuredCase, is_available
 from harness.progress import Progress
 from harness.references import References
 from harness.report import RATIOS_FILE
@@ -75,7 +75,7 @@ def _run(
     if earlier and not resume:
         raise ValueError(f"{directory}: holds results already; expected an empty directory, or --resume")
     suite_run = _suite_run(suite, directory, resume=resume)
-    groups = [group for group in _groups(suite) if any(_is_due(case, earlier) for case in group)]
+    groups = [group for group in _groups(suite) if _has_to_run(group, earlier, engine)]
     due = [case for group in groups for case in group]
     progress.suite_started(suite, due)
     is_timed = any(case.measurement.timed_steps for case in due)
@@ -157,6 +157,16 @@ def _groups(suite: Suite) -> list[list[Case]]:
 
 def _is_due(case: Case, earlier: dict[str, Result]) -> bool:
     return case.id not in earlier or earlier[case.id].status in _WORTH_RUNNING_AGAIN
+
+
+def _has_to_run(group: Sequence[Case], earlier: dict[str, Result], engine: Engine) -> bool:
+    """Not where all that is missing is what cannot run here still: the others would all take their turns again."""
+    due = [case for case in group if _is_due(case, earlier)]
+    if len(due) == len(group) or any(
+        case.id not in earlier or earlier[case.id].status != "unavailable" for case in due
+    ):
+        return bool(due)
+    return any(is_available(case, engine) for case in due)
 
 
 def _canary_figures(canary: Callable[[], Mapping[str, float]], progress: Progress) -> Mapping[str, float]:

@@ -173,6 +173,23 @@ def unavailable(tmp_path: Path) -> Suite:
     return Suite(name="s", cases=(case("", implementation=f"{tmp_path / 'missing.py'}:Plan"),))
 
 
+def test_a_resume_does_not_time_a_group_again_for_what_cannot_run_here_still(tmp_path: Path) -> None:
+    plan = tmp_path / "peer.py"
+    plan.write_text("import nonesuch")
+    sound, peer = case("Sound", role="subject"), case("", implementation=f"{plan}:Plan", role="peer")
+    suite = Suite(name="s", cases=(sound, peer), interleaved=True)
+    for expected in ([sound, peer], []):
+        progress = Watched()
+        results = runner.run(suite, tmp_path / "results", progress=progress, resume=True)
+        assert progress.started == expected
+        assert [result.status for result in results] == ["ok", "unavailable"]
+    plan.write_text(f"import runpy\nPlan = runpy.run_path({str(FAULTY)!r})['Sound']")
+    progress = Watched()
+    results = runner.run(suite, tmp_path / "results", progress=progress, resume=True)
+    assert progress.started == [sound, peer]
+    assert [result.status for result in results] == ["ok", "ok"]
+
+
 @pytest.mark.parametrize("torn", ["", '{"suite": "s", "sui', "[]", "{}"])
 def test_a_resume_writes_a_torn_suite_file_anew(torn: str, unavailable: Suite, tmp_path: Path) -> None:
     (tmp_path / "suite.json").write_text(torn)
