@@ -178,8 +178,9 @@ class References:
 
 
 def round_otherwise(weights: Iterable[torch.Tensor]) -> None:
-    """Moves every element of fp32 weights by one unit in the last place, up or down by chance; zeros stay zeros.
-    Weights that are one tensor under two names move once."""
+    """Moves every element of fp32 weights by one unit in the last place, up or down by chance; zeros stay zeros, and
+    the largest number there is, of which masks are made, stays finite. Weights that are one tensor under two names move
+    once."""
     generator = torch.Generator().manual_seed(0)
     moved = set()
     for weight in weights:
@@ -188,7 +189,7 @@ def round_otherwise(weights: Iterable[torch.Tensor]) -> None:
             up = torch.randint(0, 2, weight.shape, generator=generator, dtype=torch.bool)
             infinity = torch.full_like(weight, torch.inf)
             other = torch.nextafter(weight, torch.where(up, infinity, -infinity))
-            weight.copy_(torch.where((weight != 0) & weight.isfinite(), other, weight))
+            weight.copy_(torch.where((weight != 0) & weight.isfinite() & other.isfinite(), other, weight))
 
 
 def lane_of(precision: str) -> str:

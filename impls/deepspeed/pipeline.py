@@ -24,6 +24,7 @@ from harness.workload import Batch, Workload
 from impls.deepspeed.parts import library, limits, pipeline_stages
 from impls.deepspeed.parts.engine_config import engine_config
 from impls.deepspeed.parts.engine_states import engine_states, masters_of
+from impls.deepspeed.parts.memory_marks import mark_backward, mark_buffers
 from impls.deepspeed.parts.pipeline_stages import Partition, pipeline_module, plan
 from impls.deepspeed.parts.whole_tensors import whole_parameters
 
@@ -117,7 +118,11 @@ class DeepSpeedPipeline(Implementation):
             self.trained = {parameter.name: named[parameter.name] for parameter in trained}
             groups = decay_groups(trained, list(self.trained.values()), workload.training.weight_decay)
             self.optimizer = torch_optimizer(workload.training, groups)
-            self.engine = self.session.engine(self.module, self.optimizer, engine_config(workload, {"stage": stage}))
+            bucket = sum(parameter.numel() for parameter in self.trained.values())  # by itself of 2 GB, of any model
+            zero = {"stage": stage, "reduce_bucket_size": bucket} if stage else {"stage": stage}
+            self.engine = self.session.engine(self.module, self.optimizer, engine_config(workload, zero))
+        mark_backward(self.engine)
+        mark_buffers(self.engine)
         self.module.register_forward_pre_hook(self._begin_forward)
         self._num_forwards = 0
 

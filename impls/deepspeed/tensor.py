@@ -21,6 +21,7 @@ from harness.workload import Batch, Workload
 from impls.deepspeed.parts import library, limits, tensor_costs
 from impls.deepspeed.parts.engine_config import engine_config
 from impls.deepspeed.parts.engine_states import engine_states, masters_of
+from impls.deepspeed.parts.memory_marks import mark_buffers
 from impls.deepspeed.parts.tensor_slices import slices_of
 
 
@@ -86,6 +87,7 @@ class DeepSpeedTensorParallel(Implementation):
         config["tensor_parallel"] = {"autotp_size": layout.tensor, "partition_config": self._cut.partition_config}
         with library.Session(device, mesh.rank, layout.world_size) as self.session:
             self.engine = self.session.engine(self.module, self.optimizer, config)
+        mark_buffers(self.engine)
         self._gradients: dict[str, Tensor] | None = None
 
     def train_step(self, batch: Batch) -> StepOutput:

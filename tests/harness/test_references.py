@@ -74,9 +74,11 @@ def test_weights_are_rounded_otherwise_by_one_unit_in_the_last_place() -> None:
     weight = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
     weight[0] = 0.0
     weight[1, 0] = -torch.inf
+    mask = torch.full((32,), torch.finfo(torch.float32).min)
     before, tied = weight.clone(), weight.view(64, 8)
     half = torch.ones(4, dtype=torch.float16)
-    round_otherwise([weight, tied, half])
+    round_otherwise([weight, tied, half, mask])
+    assert mask.isfinite().all()
     units = weight.view(torch.int32) - before.view(torch.int32)  # neighbouring floats are neighbouring integers
     assert units[0].eq(0).all()
     assert units[1, 0] == 0

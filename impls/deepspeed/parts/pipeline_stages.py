@@ -143,8 +143,8 @@ def pipeline_module(built: Chain, planned: StagePlan, rank: int, loss: Callable[
 def memory_bytes(
     planned: StagePlan, workload: Workload, parameters: Sequence[LogicalParameter], *, zero: bool
 ) -> dict[MemoryCategory, int]:
-    """Of the rank that needs most: its parameters with their states, a place for what it receives and, under ZeRO, the
-    bucket of its gradients and the copy that is reduced."""
+    """Of the rank that needs most: its parameters with their states, a place for what it receives and the
+    bucket of its gradients, which without ZeRO is a flat copy of them."""
     return max(
         (_memory_bytes(planned, workload, parameters, rank, zero=zero) for rank in range(len(planned.stages))),
         key=lambda num_bytes: sum(num_bytes.values()),

@@ -25,6 +25,7 @@ _OF_STAGE_3 = (
     "zero_hpz_partition_size",
 )
 _OF_STAGES_1_AND_2 = ("use_multi_rank_bucket_allreduce",)
+_OF_ZERO = ("reduce_bucket_size", "overlap_comm", "reduce_scatter", "contiguous_gradients")
 
 
 def zero_config(
@@ -117,6 +118,9 @@ def refused(options: Mapping[str, Any]) -> str | None:
     for name in _OF_STAGES_1_AND_2:
         if name in options and stage not in (1, 2):
             return f"{name} is an option of stages 1 and 2, got stage {stage}"
+    for name in _OF_ZERO:
+        if name in options and not stage:
+            return f"{name} is an option of stages 1 to 3, got stage 0"
     if options.get("offload_optimizer") and not stage:
         return "offload_optimizer needs a stage of at least 1, got 0"
     if options.get("clipping", "recipe") not in ("recipe", "default"):

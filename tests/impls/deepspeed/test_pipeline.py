@@ -10,6 +10,7 @@ import torch
 from harness import models
 from harness.layout import Layout
 from harness.measure import communication
+from harness.measure.memory import MemoryReport
 from harness.measure.predicted_memory import registry
 from harness.workload import in_precision
 from impls.deepspeed.parts.pipeline_stages import plan
@@ -97,18 +98,24 @@ def test_trains_what_one_process_trains(
     [(2, "tied", {"stage": 1}), (4, "biases", {}), (4, "few_micro_batches", {})],
     ids=str,
 )
-def test_bytes_sent_are_the_closed_form(
+def test_bytes_sent_and_held_are_the_closed_form(
     instrumented: Instrumented, world_size: int, kind: str, options: dict[str, Any]
 ) -> None:
     skip_unless_available(NAME)
     case = make_case(NAME, world_size, f"awkward:kind={kind}", **options)
     case = replace(case, layout=Layout(pipeline=world_size))
     launch = instrumented.adopt(case)
-    launch.command("build")
-    launch.command("time_steps", num_steps=1)  # shapes are told in the first one
+    reports: list[MemoryReport] = launch.command("build_and_measure_memory", num_steps=1)
     answers = launch.command("measure_communication", num_steps=1)
     sent = communication.summarise([answer["records"] for answer in answers])
     work = work_of(case)
     assert sent["communication.bytes_per_step"] == DeepSpeedPipeline.predicted_wire_bytes(
         work, registry(work), case.layout, options
     )
+    predicted = DeepSpeedPipeline.predicted_memory(work, registry(work), case.layout, options)
+    assert predicted is not None
+    foreseen = next(r for r in reports if r.largest_bytes["parameters"] == predicted["parameters"])
+    borders = sum(shape.num_bytes for border in plan(work, world_size, "flops").outputs for shape in border)
+    assert 0 <= foreseen.largest_bytes["gradients"] - predicted["gradients"] <= borders  # activations have some, too
+    assert foreseen.largest_bytes["communication_buffers"] == predicted["communication_buffers"]
+    assert foreseen.peak_allocated_bytes < 4 * sum(predicted.values())  # no bucket of 2 GB

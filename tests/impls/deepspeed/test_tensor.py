@@ -122,4 +122,5 @@ def test_bytes_sent_and_held_are_the_closed_form(
     assert sent["communication.bytes_per_step"] == wire
     predicted = DeepSpeedTensorParallel.predicted_memory(work, registry(work), case.layout, options)
     assert predicted is not None
-    assert max(report.largest_bytes["parameters"] for report in reports) == predicted["parameters"]
+    for category in ("parameters", "gradients", "communication_buffers"):
+        assert max(report.largest_bytes[category] for report in reports) == predicted[category], category

@@ -31,6 +31,7 @@ CPU = torch.device("cpu")
             {"stage": 3, "use_multi_rank_bucket_allreduce": False},
             "use_multi_rank_bucket_allreduce is an option of stages 1 and 2, got stage 3",
         ),
+        ({"stage": 0, "reduce_bucket_size": 1000}, "reduce_bucket_size is an option of stages 1 to 3, got stage 0"),
         ({"stage": 0, "offload_optimizer": True}, "offload_optimizer needs a stage of at least 1, got 0"),
         ({"loss_scaling": "mean"}, "loss_scaling must be global_tokens or rank_mean, got 'mean'"),
     ],
