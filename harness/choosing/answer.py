@@ -75,9 +75,11 @@ def _meant(found: Sequence[Candidate], model: str | None, precision: str | None)
     if not kinds and model is not None:
         return model, precision or "fp32", found[-1].machine if found else ""
     if len(kinds) != 1:
-        known = "; ".join(f"{work} {precision}" for work, precision in kinds) or "nothing was measured"
+        asked = " ".join(f"--{name} {text}" for name, text in (("model", model), ("precision", precision)) if text)
+        everything = "; ".join(dict.fromkeys(f"{one.work} {one.precision}" for one in found))
+        known = "; ".join(f"{work} {kind}" for work, kind in kinds) or f"measured were {everything or 'none'}"
         raise ValueError(
-            f"--model {model or ''}: expected one piece of work with one precision, got {len(kinds)}: {known}"
+            f"{asked or '--model'}: expected one piece of work with one precision, got {len(kinds)}: {known}"
         )
     work, precision = kinds[0]
     return work, precision, fitting[-1].machine

@@ -104,6 +104,11 @@ def test_it_must_be_clear_which_work_is_meant() -> None:
     assert said.situation.work == "gpt:size=17m,global_batch_size=8"
 
 
+def test_a_precision_that_was_not_measured_is_named_beside_those_that_were() -> None:
+    with pytest.raises(ValueError, match=rf"--precision fp7: expected one piece of work .* measured were {WORK} fp32"):
+        answer(EVERYTHING, model=None, precision="fp7", place=Place(num_devices=2), memory_bytes=MIB)
+
+
 def test_a_case_that_never_started_is_put_on_the_machine_of_its_suite_run() -> None:
     lost = replace(MISSING, environment={})
     elsewhere = replace(lost, suite_run="another")
