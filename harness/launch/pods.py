@@ -101,10 +101,11 @@ class Pods:
 
     def close(self) -> None:
         """Lets the other pods go."""
-        self._is_closed = True
+        with self._called:
+            self._is_closed = True
+            for line in self._lines.values():
+                line.close()
         self._listener.close()
-        for line in self._lines.values():
-            line.close()
 
     def _take_calls(self) -> None:
         while True:
@@ -116,6 +117,9 @@ class Pods:
                     return
                 continue
             with self._called:
+                if self._is_closed:  # while this one called: nobody else would hang up
+                    line.close()
+                    return
                 self._lines[node] = line
                 self._called.notify_all()
 

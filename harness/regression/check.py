@@ -85,8 +85,11 @@ def _case_verdict(run: CaseRun, nights: Sequence[CaseRun], accepted: Accepted) -
     else:
         values = exact_values(run.metrics, run.precision)
         findings += exact_findings(values, accepted.values.get(place_of(run), {}))
-        if STEP_SECONDS in run.metrics:  # else nobody asked for its time
+        if STEP_SECONDS in run.metrics:
             findings.append(_time_finding(run, nights, accepted.times.get(place_of(run), 0.0)))
+        elif nights:  # else nobody asked for its time
+            text = f"step time: not measured, {len(nights)} nights before have it, the last one {nights[-1].suite_run}"
+            findings.append(_time("suspect", text))
     return CaseVerdict(run=run, findings=tuple(findings))
 
 

@@ -94,6 +94,23 @@ def test_noise_is_multiplied_by_its_factor() -> None:
     assert Tolerance.from_noise(truth, truth, other, factor=8).loss == pytest.approx(8e-6, rel=1e-3)
 
 
+def test_what_updates_make_of_rounding_hides_nothing_at_the_first_step() -> None:
+    """Noise of 1e-4 after an update allows as much there; before it the same difference is still a fault."""
+    truth = reference("fp32")
+
+    def with_noise(step: int) -> Trajectory:
+        gradients = {name: g * (1 + 1e-4) for name, g in truth.gradients[step].items()}
+        return replace(truth, gradients={**truth.gradients, step: gradients})
+
+    allowed = Tolerance.from_noise(truth, with_noise(1))
+    assert allowed.gradient == pytest.approx(8e-4, rel=0.01)
+    assert compare(with_noise(1), truth, allowed).ok
+    parity = compare(with_noise(0), truth, allowed)
+    assert not parity.ok
+    assert parity.first_bad_step == 0
+    assert parity.tolerance["first_gradient"] == 6e-5
+
+
 def test_a_reference_that_disagrees_with_itself_is_an_error() -> None:
     truth = reference("fp32")
     with pytest.raises(ValueError, match="the reference disagrees with itself at step 2: the loss is nan"):

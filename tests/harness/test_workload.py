@@ -280,13 +280,13 @@ def test_learning_rate_scales_with_the_global_batch() -> None:
     [
         ({"global_batch_size": 0}, "global_batch_size must be an integer of at least 1, got 0"),
         ({"global_batch_size": 2.0}, "global_batch_size must be an integer of at least 1, got 2.0"),
-        ({"global_batch_size": True}, "global_batch_size must be an integer of at least 1, got True"),
+        ({"global_batch_size": True}, "global_batch_size must be an integer of at least 1, got true"),
         ({"num_micro_batches": 9}, "got 9 micro-batches for a global batch of 8"),
         ({"optimizer": "lion"}, "optimizer must be one of adamw, sgd, got 'lion'"),
         ({"schedule": "step"}, "schedule must be one of constant, linear, cosine, got 'step'"),
         ({"learning_rate": math.nan}, "learning_rate must be a finite number of at least 0, got nan"),
         ({"learning_rate": "fast"}, "learning_rate must be a finite number of at least 0, got 'fast'"),
-        ({"learning_rate": True}, "learning_rate must be a finite number of at least 0, got True"),
+        ({"learning_rate": True}, "learning_rate must be a finite number of at least 0, got true"),
         (
             {"final_learning_rate_ratio": -0.1},
             "final_learning_rate_ratio must be a finite number of at least 0, got -0.1",
@@ -299,7 +299,7 @@ def test_learning_rate_scales_with_the_global_batch() -> None:
         ({"base_global_batch_size": 0}, "base_global_batch_size must be an integer of at least 1, or none, got 0"),
         ({"clip_norm": 0.0}, "clip_norm must be a number above 0, or none, got 0.0"),
         ({"clip_norm": "1"}, "clip_norm must be a number above 0, or none, got '1'"),
-        ({"clip_norm": True}, "clip_norm must be a number above 0, or none, got True"),
+        ({"clip_norm": True}, "clip_norm must be a number above 0, or none, got true"),
         ({"learning_rate_scaling": "linear"}, "learning_rate_scaling=linear needs base_global_batch_size, got none"),
     ],
 )
@@ -334,7 +334,7 @@ def test_options_written_as_text_reach_the_builder_and_the_recipe() -> None:
             "gpt:depth=3",
             "unknown option depth; gpt takes attention_dropout, dropout, sequence_length, size",
         ),
-        ("gpt:size=huge", "size must be one of tiny, 17m"),
+        ("gpt:size=huge", "size must be one of tiny, 0.9m, 17m"),
         ("gpt:tied=maybe", "tied must be true or false, got 'maybe'"),
         ("gpt:dropout=1", "dropout must be a number in [0, 1), got 1"),
         ("gpt:sequence_length=0", "sequence_length must be an integer of at least 1, got 0"),

@@ -53,6 +53,7 @@ def suite_file(directory: Path, *implementations: str, timed_steps: int) -> Path
     return path
 
 
+@pytest.mark.paired
 def test_each_side_runs_its_own_code(project: Path, elsewhere: Path) -> None:
     (case,) = suites.load(str(suite_file(elsewhere, "native.ddp", timed_steps=20))).cases
     with (
@@ -78,7 +79,8 @@ def test_a_build_that_cannot_train_says_why(project: Path, elsewhere: Path) -> N
     assert timing.reason == "broken: RuntimeError: broken on purpose"
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.paired)])
+@pytest.mark.paired
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_whatever_ends_a_comparison_ends_its_ranks(project: Path, elsewhere: Path, how: signal.Signals) -> None:
     suite = suite_file(elsewhere, "native.ddp", timed_steps=5)
     temporary = elsewhere / "t"

@@ -45,6 +45,14 @@ def test_a_slowdown_is_red_and_says_since_when() -> None:
     assert "slower since smoke-20, commit commit19 -> commit20" in why
 
 
+def test_a_time_that_is_gone_is_suspect() -> None:
+    runs = nights([1.0] * 25)
+    timeless = {name: value for name, value in runs[-1].metrics.items() if not name.startswith("step.")}
+    verdict, why = only(checked([*runs[:-1], replace(runs[-1], metrics=timeless)]))
+    assert verdict == "suspect"
+    assert why == "step time: not measured, 24 nights before have it, the last one smoke-23"
+
+
 def test_a_slow_machine_is_not_slow_code() -> None:
     """Step and canary take longer alike."""
     runs = nights(SLOWER)

@@ -48,6 +48,15 @@ def test_all_of_it_taken_back_is_none() -> None:
     assert last_night(nights((15, 1.0), (10, 1.1), (10, 1.0))).verdict == "improved"
 
 
+@pytest.mark.parametrize(("before", "slow"), [(20, 8), (40, 8), (40, 6), (40, 12)])
+def test_four_nights_at_the_old_level_end_a_regression(before: int, slow: int) -> None:
+    """Though the cut at its end is not significant yet: it stayed red for 12 nights after the fix."""
+    assert last_night(nights((before, 1.0), (slow, 1.2))).verdict == "regressed"
+    assert last_night(nights((before, 1.0), (slow, 1.2), (2, 1.0))).verdict == "regressed"
+    for since in (4, 6, 8, 12):
+        assert last_night(nights((before, 1.0), (slow, 1.2), (since, 1.0))).verdict in ("ok", "improved")
+
+
 def test_an_improvement_lost_is_a_regression() -> None:
     assert last_night(nights((15, 1.0), (10, 0.9), (10, 1.0))).verdict == "regressed"
 
