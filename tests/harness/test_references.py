@@ -89,15 +89,14 @@ def test_weights_are_rounded_otherwise_by_one_unit_in_the_last_place() -> None:
 
 
 def test_room_is_left_for_another_order_of_additions_within_a_layer(references: References) -> None:
-    """Another split of the batch alone left a slice of a layer too little: after AdamW's first update its gradients
-    were farther from the reference than eight times what that split had shown."""
+    """Another split of the batch alone shows too little of it: a twentieth, in parameters that AdamW has stepped."""
     done = case("awkward:kind=tied", precision="fp32")
     reference = references.trajectory(done)
     rounded = references._train(replace(references._run_for(done), rounded_otherwise=True), None)
     found = references.tolerance(done)
-    distance = largest(differences(rounded, reference), "gradient")
-    assert distance > 0
-    assert found.gradient >= 8 * distance
+    distance = largest(differences(rounded, reference), "parameter")
+    assert 8 * distance > 3e-5  # which is allowed whatever the noise
+    assert found.parameter >= 8 * distance
     assert found.starting_weights == 0.0
 
 
