@@ -33,6 +33,7 @@ def directory(place: Path | None = None) -> Iterator[Path]:
 def place_sockets() -> None:
     """Has this process' multiprocessing put its sockets into a directory of ours, under a name that is short enough for
     them, until the process ends. OSError where there is no such place."""
+    # Where multiprocessing looks for its directory, and children inherit it from; there is no public way to name one.
     settings = process.current_process()._config  # type: ignore[attr-defined]
     if "tempdir" in settings:
         return

@@ -50,7 +50,7 @@ _SETTINGS = (
 
 suite = Suite(
     name="pitfalls",
-    description="settings of peers that silently train another model, beside those that do not; a minute",
+    description="settings of peers that silently train another model, beside those that do not; some minutes",
     cases=tuple(
         Case(
             workload=setting.workload,
