@@ -140,14 +140,20 @@ class MeasuredCase:
             self.samples["fixed_work_seconds"] = []
             self.samples["steps_per_round"] = measurement.timed_steps
 
-    def time_one_round(self) -> None:
-        """One window of timed steps."""
+    def time_one_round(self, number: int) -> None:
+        """One window of timed steps: round `number`, from 0."""
         assert self.launch is not None
         counts_bytes = self.nodes is not None and self.case.placed.num_nodes > 1
         sent_before = self.nodes.sent_bytes() if self.nodes and counts_bytes else []
         num_steps = self.case.measurement.timed_steps
         within_seconds = hard_deadline_seconds(num_steps * self.expected_step_seconds)
-        answers = self._command("time_steps", within_seconds=within_seconds, num_steps=num_steps)
+        answers = self._command(
+            "time_steps",
+            within_seconds=within_seconds,
+            num_steps=num_steps,
+            number=number,
+            num_rounds=self.case.measurement.rounds,
+        )
         if self.nodes is not None and counts_bytes:
             sent = [after - before for after, before in zip(self.nodes.sent_bytes(), sent_before, strict=True)]
             self.samples.setdefault("node_wire_bytes", []).append(sent)

@@ -68,10 +68,13 @@ class SilentProgress:
 
 
 class PlainProgress:
-    """One line an event, for logs. A phase is a line when it begins, not at each of its counts."""
+    """One line an event, for logs. A phase is a line when it begins; its counts are lines only where the log would
+    otherwise say nothing for `quiet_seconds`."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, *, quiet_seconds: float = 30.0) -> None:
         self._console = console
+        self._quiet_seconds = quiet_seconds
+        self._last_line = time.monotonic()
         self._positions: dict[str, int] = {}
         self._num_cases = 0
         self._phases: dict[str, str] = {}
@@ -88,6 +91,8 @@ class PlainProgress:
         if self._phases.get(case.id) != text:
             self._phases[case.id] = text
             self._case_line(case, text)
+        elif total and time.monotonic() - self._last_line >= self._quiet_seconds:
+            self._case_line(case, f"{text} {_counted(done, total)}")
 
     def case_finished(self, result: Result) -> None:
         self._case_line(result.case, f"{result.shown_status}, {headline(result)}, {result.duration_seconds:.1f} s")
@@ -103,6 +108,7 @@ class PlainProgress:
         self._line(f"{at}{case.label} {case.layout} {case.workload} {case.precision}: {text}")
 
     def _line(self, text: str) -> None:
+        self._last_line = time.monotonic()
         # The console's file, not the console: a log line is never wrapped.
         print(" ".join(text.split()), file=self._console.file, flush=True)
 
@@ -146,9 +152,7 @@ class RichProgress:
         self._row(case).started = time.monotonic()
 
     def phase(self, case: Case, text: str, done: int, total: int) -> None:
-        # Warming up may take more steps than were planned.
-        count = f"{done}/{total}" if done <= total else str(done)
-        self._row(case).phase = f"{text} {count}" if total else text
+        self._row(case).phase = f"{text} {_counted(done, total)}" if total else text
 
     def case_finished(self, result: Result) -> None:
         row = self._row(result.case)
@@ -249,6 +253,11 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _counted(done: int, total: int) -> str:
+    # Warming up may take more steps than were planned.
+    return f"{done}/{total}" if done <= total else str(done)
 
 
 def _count(number: int, noun: str) -> str:

@@ -197,7 +197,7 @@ def _run_group(members: Sequence[MeasuredCase]) -> Generator[MeasuredCase, None,
                 member = running[(number + offset) % len(running)]
                 measurement = member.case.measurement
                 if member.failure is None and measurement.timed_steps and number < measurement.rounds:
-                    _guarded(member, member.time_one_round)
+                    _guarded(member, partial(member.time_one_round, number))
         for member in running:
             if member.failure is None:
                 _guarded(member, member.finish_timing)

@@ -261,10 +261,11 @@ class Worker:
             done += 1
         return done
 
-    def time_steps(self, num_steps: int) -> dict[str, Any]:
+    def time_steps(self, num_steps: int, number: int = 0, num_rounds: int = 1) -> dict[str, Any]:
         """Seconds of each of `num_steps` steps in a row, on this rank, and the processor seconds of them all; and, once
-        they are over, the seconds of fixed work in which no rank waits for another, see harness.measure.straggler."""
-        self.progress("timing", 0, num_steps)
+        they are over, the seconds of fixed work in which no rank waits for another, see harness.measure.straggler. This
+        is window `number`, from 0, of `num_rounds`."""
+        self.progress("timing", number, num_rounds)
         num_tokens = [self.workload.global_num_tokens(self.step + index) for index in range(num_steps)]
         window = self._timed_steps(num_steps)
         return {

@@ -1,4 +1,5 @@
 import io
+import time
 from dataclasses import replace
 
 import pytest
@@ -55,6 +56,18 @@ def test_a_log_has_one_line_an_event() -> None:
         "a note in two lines",
         "2 cases: 1 ok, 1 failed",
     ]
+
+
+def test_a_log_counts_where_it_would_say_nothing_for_long() -> None:
+    file = io.StringIO()
+    progress = PlainProgress(Console(file=file), quiet_seconds=0.05)
+    progress.suite_started(SUITE, CASES)
+    progress.phase(CASES[0], "timing", 0, 12)
+    progress.phase(CASES[0], "timing", 1, 12)
+    time.sleep(0.06)
+    progress.phase(CASES[0], "timing", 2, 12)
+    progress.phase(CASES[0], "timing", 3, 12)
+    assert [line.rpartition(": ")[2] for line in file.getvalue().splitlines()[1:]] == ["timing", "timing 2/12"]
 
 
 def rendered(progress: RichProgress, *, width: int = 80, height: int = 24) -> list[str]:

@@ -7,14 +7,14 @@ from harness.launch.failure import Ending, Report, first_failure, missed, nobody
 
 def raised(rank: int, at: float, error: str, *, out_of_memory: bool = False) -> Ending:
     report = Report(at=at, error=error, traceback=f"traceback of {rank}", out_of_memory=out_of_memory)
-    return Ending(rank=rank, doing="timing 0/3", report=report)
+    return Ending(rank=rank, doing="timing 0/1", report=report)
 
 
 def died(rank: int, at: float, exit_code: int) -> Ending:
-    return Ending(rank=rank, doing="timing 0/3", died_at=at, exit_code=exit_code, log_tail=f"log of {rank}")
+    return Ending(rank=rank, doing="timing 0/1", died_at=at, exit_code=exit_code, log_tail=f"log of {rank}")
 
 
-ALIVE = Ending(rank=0, doing="timing 0/3")
+ALIVE = Ending(rank=0, doing="timing 0/1")
 CLOSED = "RuntimeError: [..]/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:9"
 
 
@@ -31,14 +31,14 @@ CLOSED = "RuntimeError: [..]/gloo/transport/tcp/pair.cc:538] Connection closed b
         ([ALIVE, raised(1, 2.0, CLOSED), raised(2, 1.0, CLOSED)], 2, f"rank 2: {CLOSED}"),
         # A death is noticed a little after its peers have raised.
         ([raised(0, 1.0, "Error: odd words"), died(1, 1.2, 3)],
-         1, "rank 1 left with exit code 3 and no record during step (timing 0/3)"),
+         1, "rank 1 left with exit code 3 and no record during step (timing 0/1)"),
         # A rank that dies long after another has raised is not the cause.
         ([raised(0, 1.0, "ValueError: a"), died(1, 4.0, -9)], 0, "rank 0: ValueError: a"),
         # A backend aborts its process when it loses a peer.
         ([died(0, 1.0, -signal.SIGABRT), died(1, 1.1, 3)],
-         1, "rank 1 left with exit code 3 and no record during step (timing 0/3)"),
-        ([ALIVE, died(1, 1.0, -signal.SIGKILL)], 1, "rank 1 was killed by SIGKILL during step (timing 0/3)"),
-        ([died(0, 1.0, -200)], 0, "rank 0 was killed by signal 200 during step (timing 0/3)"),
+         1, "rank 1 left with exit code 3 and no record during step (timing 0/1)"),
+        ([ALIVE, died(1, 1.0, -signal.SIGKILL)], 1, "rank 1 was killed by SIGKILL during step (timing 0/1)"),
+        ([died(0, 1.0, -200)], 0, "rank 0 was killed by signal 200 during step (timing 0/1)"),
     ],
 )  # fmt: skip
 def test_first_failure(endings: list[Ending], culprit: int, reason: str) -> None:
@@ -49,10 +49,10 @@ def test_first_failure(endings: list[Ending], culprit: int, reason: str) -> None
 
 def test_running_out_of_memory_is_a_status_of_its_own() -> None:
     assert first_failure([raised(0, 1.0, "MemoryError: ", out_of_memory=True)], "step").status == "out of memory"
-    killed = Ending(rank=1, doing="timing 0/3", died_at=1.0, exit_code=-signal.SIGKILL, out_of_memory=True)
+    killed = Ending(rank=1, doing="timing 0/1", died_at=1.0, exit_code=-signal.SIGKILL, out_of_memory=True)
     failure = first_failure([ALIVE, killed], "step")
     assert (failure.status, failure.culprit) == ("out of memory", 1)
-    assert failure.reason == "rank 1 was killed by the system, which ran out of memory, during step (timing 0/3)"
+    assert failure.reason == "rank 1 was killed by the system, which ran out of memory, during step (timing 0/1)"
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ LATE = "RuntimeError: [..]/gloo/transport/tcp/unbound_buffer.cc:78] Timed out wa
 
 def late(rank: int, at: float = 1.0, error: str = LATE, missing: tuple[int, ...] = ()) -> Ending:
     report = Report(at=at, error=error, traceback=f"traceback of {rank}", missing=missing)
-    return Ending(rank=rank, doing="timing 0/3", report=report)
+    return Ending(rank=rank, doing="timing 0/1", report=report)
 
 
 def test_only_timeouts_and_their_echoes_mean_that_nobody_came() -> None:
@@ -149,7 +149,7 @@ def test_what_tells_of_a_peer_that_did_not_come(error: str, is_timeout: bool, is
 
 
 def test_who_was_missed_after_a_collective_timed_out() -> None:
-    gave_up = f"in step (timing 0/3) rank 0 gave up: {LATE}"
+    gave_up = f"in step (timing 0/1) rank 0 gave up: {LATE}"
     stopped = silent(1, "", stopped=True)
     failure = missed([late(0, missing=(1,)), stopped, late(2, error=CLOSED)], "step")
     assert (failure.status, failure.culprit, failure.traceback) == ("timed out", 1, "log")
@@ -174,6 +174,6 @@ def test_who_is_stopped_is_to_blame_when_the_others_abort_as_nccl_has_them_do() 
     aborted = [died(0, 1.0, -signal.SIGABRT), died(2, 1.1, -signal.SIGABRT)]
     failure = first_failure([*aborted, silent(1, "", stopped=True)], "step")
     assert (failure.status, failure.culprit) == ("timed out", 1)
-    assert failure.reason == "rank 1 is stopped: in step (timing 0/3) rank 0 aborted"
+    assert failure.reason == "rank 1 is stopped: in step (timing 0/1) rank 0 aborted"
     assert first_failure([*aborted, silent(1, IN_COLLECTIVE)], "step").culprit == 0
     assert first_failure(aborted, "step").culprit == 0

@@ -97,10 +97,10 @@ def sound(directory: Path, world_size: int = 2) -> None:
         ("Raises", "rank 1: ValueError: the third bucket", 'raise ValueError("the third bucket'),
         ("RaisesEndOfFile", "rank 1: EOFError: ran out of input", "in go_wrong"),
         ("TellsLate", "rank 1: ValueError: the third bucket is empty", "in go_wrong"),
-        ("LeavesWithThree", "rank 1 left with exit code 3 and no record during time_steps (timing 0/3)", None),
-        ("LeavesWithZero", "rank 1 left with exit code 0 and no record during time_steps (timing 0/3)", "last words"),
+        ("LeavesWithThree", "rank 1 left with exit code 3 and no record during time_steps (timing 0/1)", None),
+        ("LeavesWithZero", "rank 1 left with exit code 0 and no record during time_steps (timing 0/1)", "last words"),
         ("Exits", "rank 1: SystemExit: 0", "in go_wrong"),
-        ("LeavesAChild", "rank 1 left with exit code 3 and no record during time_steps (timing 0/3)", None),
+        ("LeavesAChild", "rank 1 left with exit code 3 and no record during time_steps (timing 0/1)", None),
         ("BuildFails", "rank 1: FileNotFoundError: shard-1.pt is missing", "in __init__"),
     ],
 )
@@ -134,7 +134,7 @@ def test_an_answer_that_cannot_be_sent_is_a_failure(tmp_path: Path) -> None:
 def test_a_rank_killed_from_outside(tmp_path: Path) -> None:
     failure = failure_of("Slow", tmp_path, meddle=lambda pids: os.kill(pids[1], signal.SIGKILL))
     assert (failure.status, failure.culprit) == ("failed", 1)
-    assert failure.reason == "rank 1 was killed by SIGKILL during time_steps (timing 0/100)"
+    assert failure.reason == "rank 1 was killed by SIGKILL during time_steps (timing 0/1)"
 
 
 def test_megabytes_of_output_go_to_the_ranks_own_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
