@@ -100,9 +100,9 @@ class _Work:
 # The larger batch and more micro-batches tell whether an advantage outlives the communication: at two ranks, since four
 # share two processors here. The sharded strategies run at the small batch alone, where they differ.
 _WORKS = (
-    _Work(batch_size=4, timed_steps=5, comparisons=("data_parallel", "zero_1", "zero_2", "zero_3")),
+    _Work(batch_size=4, timed_steps=3, comparisons=("data_parallel", "zero_1", "zero_2", "zero_3")),
     _Work(batch_size=16, timed_steps=2, comparisons=("data_parallel",), world_sizes=(2,)),
-    _Work(batch_size=4, timed_steps=5, axis="tensor", comparisons=("tensor_parallel",), world_sizes=(2,)),
+    _Work(batch_size=4, timed_steps=3, axis="tensor", comparisons=("tensor_parallel",), world_sizes=(2,)),
     # Four ranks cannot share six heads.
     _Work(
         gpt="size=30m,sequence_length=128",
@@ -116,7 +116,7 @@ _WORKS = (
         _Work(
             batch_size=number,
             num_micro_batches=number,
-            timed_steps=20 // number,
+            timed_steps=max(2, 12 // number),
             axis="pipeline",
             comparisons=("pipeline_parallel",),
             world_sizes=world_sizes,
