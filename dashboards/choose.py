@@ -1,18 +1,20 @@
 """Choose: which strategies fit the devices that somebody has, the fastest first, and why.
 
-The ranking is harness.choosing's alone. For a place it changes only at the candidates' peaks, so the page holds it for
-every interval between them and looks up the one that the asked memory lies in: the script ranks nothing.
+The ranking is harness.choosing's alone. What fits comes in one order, what is too large in another, whatever the
+memory, and words change only at the candidates' peaks: the page holds both orders, and for each candidate from which
+peak on what is said of it. The script looks this up, and ranks nothing.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from dashboards.blocks import SYMBOLS
 from dashboards.data import MIB, Study, place_order
 from harness.choosing.candidates import Candidate, Place, one_process
-from harness.choosing.ranking import rank, thresholds
+from harness.choosing.ranking import Contest, thresholds
 
 TITLE = "Choose"
 
@@ -33,25 +35,30 @@ def choices(study: Study) -> Mapping[str, Any]:
 
 def _place(place: Place, members: list[Candidate], alone: Candidate | None) -> Mapping[str, Any]:
     limits = thresholds(members, alone)
+    contest = Contest(members, alone)
+    numbers = {id(one): number for number, one in enumerate(members)}
     reasons: dict[str, int] = {}
-    rankings = []
-    front: set[int] = set()
-    for memory in (0.0, *limits):
-        ranked = rank(members, memory, alone)
-        front = {members.index(one.candidate) for one in ranked if one.on_front}
-        rankings.append(
-            [
-                [members.index(one.candidate), one.state, one.rank, reasons.setdefault(one.why, len(reasons))]
-                for one in ranked
-            ]
-        )
+    said: list[list[tuple[int, int]]] = [[] for _ in members]
+    nothing_fits = contest.ranking(0.0)
+    all_fit = contest.ranking(math.inf)
+    for interval, memory in enumerate((0.0, *limits)):
+        for ranked in contest.ranking(memory):
+            of_one = said[numbers[id(ranked.candidate)]]
+            reason = reasons.setdefault(ranked.why, len(reasons))
+            if not of_one or of_one[-1][1] != reason:
+                of_one.append((interval, reason))
+    states = {id(ranked.candidate): ranked.state for ranked in nothing_fits}
     return {
         "devices": place.num_devices,
         "nodes": place.num_nodes,
         "link": place.link,
-        "candidates": [_shown(one, index in front) for index, one in enumerate(members)],
+        "candidates": [
+            {**_shown(one, contest.is_on_front(one)), "state": states[id(one)], "whys": whys}
+            for one, whys in zip(members, said, strict=True)
+        ],
         "thresholds": limits,
-        "rankings": rankings,
+        "bySize": [numbers[id(ranked.candidate)] for ranked in nothing_fits],
+        "bySpeed": [numbers[id(ranked.candidate)] for ranked in all_fit],
         "reasons": list(reasons),
     }
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.case import Case
+from harness.markdown import code
 from harness.result import RESULTS_FILE, Result, read
 
 _STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
@@ -154,7 +155,7 @@ def _title(case: Case) -> str:
     layout = replace(case.layout, shard=None)
     topology = str(case.placed)
     where = [] if topology == f"1x{case.world_size}" else [topology]
-    return ", ".join(filter(None, [f"`{case.workload}`", str(layout), *where, case.precision, case.comparison]))
+    return ", ".join(filter(None, [code(case.workload), str(layout), *where, case.precision, case.comparison]))
 
 
 def _sum(values: Iterable[float | None]) -> float | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from harness.comparison import Comparison, Row, comparisons
 from harness.library_matrix import Line, matrix
+from harness.markdown import code, plain, plain_row, table_row
 from harness.ratios import ratio_rows
 from harness.reasons import departures, measured_on, reasons, shown_parity, unpredicted
 from harness.report import RATIO_COLUMNS, RATIO_MEANING, Column, figure, ratio_groups, unit_of
@@ -62,11 +63,11 @@ def page(results: Sequence[Result], *paths: Path) -> str:
         lines += [f"## {comparison.title}", "", *(f"- {text}" for text in sentences(comparison)), ""]
         lines += [*_table(columns(comparison), comparison.rows), ""]
         if empty := unpredicted(row.result for row in comparison.rows):
-            lines += [*(f"- {line}" for line in empty), ""]
+            lines += [*(f"- {plain(line)}" for line in empty), ""]
     notes = ["; ".join(reasons(result)) for result in results if result.status != "ok"]
     notes += [line for result in results for line in departures(result)]
     if notes:
-        lines += ["## Not as asked", "", *(f"- {note}" for note in notes), ""]
+        lines += ["## Not as asked", "", *(f"- {plain(note)}" for note in notes), ""]
     lines += ["## What the columns say", "", *(f"- {text}" for text in LEGEND), ""]
     lines += ["## Where the figures come from", "", *(f"- {text}" for text in provenance(results, *paths))]
     return "\n".join(lines) + "\n"
@@ -115,8 +116,8 @@ def provenance(results: Sequence[Result], *paths: Path) -> list[str]:
         "commit" if len(commits) < 2 else "commits": ", ".join(commits),
         "commands": "; ".join(
             [
-                *(f"`meshmark run {suite}`" for suite in suites),
-                f"`meshmark compare {' '.join(_shown(path) for path in paths)}`",
+                *(code(f"meshmark run {suite}") for suite in suites),
+                code(f"meshmark compare {' '.join(_shown(path) for path in paths)}"),
             ]
         ),
     }
@@ -216,7 +217,7 @@ def _by_value(
 
 
 def _names(rows: Sequence[Row]) -> str:
-    return _joined(f"`{row.name}`" for row in rows)
+    return _joined(code(row.name) for row in rows)
 
 
 def _joined(parts: Iterable[str]) -> str:
@@ -240,7 +241,7 @@ def _matrix_table(lines: Sequence[Line]) -> list[str]:
         Column(header="work", cell=lambda line: line.work, numeric=False),
         *(Column(header=name, cell=cell_of(name)) for name in names),
     )
-    return _table(shown, lines)
+    return _table(shown, lines, line=table_row)
 
 
 def _ratio_tables(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -251,10 +252,8 @@ def _ratio_tables(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def _table(shown: Sequence[Column], rows: Sequence[Any]) -> list[str]:
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
-
+def _table(shown: Sequence[Column], rows: Sequence[Any], line: Callable[[Sequence[str]], str] = plain_row) -> list[str]:
+    """`line` makes one of the cells: as plain text, unless they are Markdown already."""
     return [
         line([column.header for column in shown]),
         line(["---:" if column.numeric else "---" for column in shown]),

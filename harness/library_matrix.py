@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from harness.markdown import code
 from harness.report import figure
 from harness.result import Result
 
@@ -44,7 +45,7 @@ def matrix(results: Sequence[Result]) -> list[Line]:
                 library: _cell([m for m in rivals if _library(m) == library], best) for library in libraries(results)
             }
             case = members[0].case
-            work = ", ".join((f"`{case.workload}`", str(case.layout), case.precision))
+            work = ", ".join((code(case.workload), str(case.layout), case.precision))
             lines.append(Line(strategy=strategy, work=work, cells=cells))
     return lines
 

@@ -16,6 +16,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from harness.markdown import fenced, plain, plain_row
 from harness.reasons import departures, measured_on, reasons, shown_parity, unpredicted
 from harness.result import RESULTS_FILE, Parity, Result
 
@@ -230,26 +231,30 @@ def text(
 
 def markdown(results: Sequence[Result], ratios: Sequence[Mapping[str, Any]], directory: Path) -> str:
     """The whole report as Markdown, with the columns that a terminal has no room for and with tracebacks."""
-    lines = [f"# {_title(results)}", ""]
+    lines = [f"# {plain(_title(results))}", ""]
     for title, group in by_workload(results).items():
-        lines += [f"## {title}", "", *_markdown_table(columns(group), group), ""]
+        lines += [f"## {plain(title)}", "", *_markdown_table(columns(group), group), ""]
         if empty := unpredicted(group):
-            lines += [*(f"- {line}" for line in empty), ""]
+            lines += [*(f"- {plain(line)}" for line in empty), ""]
     if not_ok := [result for result in results if result.status != "ok"]:
         lines += ["## Not ok", ""]
         for result in not_ok:
             first, *rest = reasons(result)
-            lines += [f"- {first}", *(f"  - {line}" for line in rest)]
+            lines += [f"- {plain(first)}", *(f"  - {plain(line)}" for line in rest)]
             if result.traceback:
-                lines += ["", "```text", result.traceback.rstrip(), "```", ""]
+                lines += ["", *fenced(result.traceback), ""]
         lines.append("")
     for title, rows in ratio_groups(ratios).items():
-        lines += [f"## Ratios: {title}", "", *_markdown_table(RATIO_COLUMNS, rows), ""]
+        lines += [f"## Ratios: {plain(title)}", "", *_markdown_table(RATIO_COLUMNS, rows), ""]
     if ratios:
         lines += [RATIO_MEANING, ""]
     if notes := [line for result in results for line in departures(result)]:
-        lines += ["## Other than asked", "", *(f"- {line}" for line in notes), ""]
-    lines += ["## Where to look", "", *(f"- {line}" for line in (*measured_on(results), *where_to_look(directory)))]
+        lines += ["## Other than asked", "", *(f"- {plain(line)}" for line in notes), ""]
+    lines += [
+        "## Where to look",
+        "",
+        *(f"- {plain(line)}" for line in (*measured_on(results), *where_to_look(directory))),
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -316,11 +321,8 @@ def _cell_style(cell: str) -> str:
 
 
 def _markdown_table(shown: Sequence[Column], rows: Sequence[Any]) -> list[str]:
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", r"\|").replace("\n", " ") for cell in cells) + " |"
-
     return [
-        line([column.header for column in shown]),
-        line(["---:" if column.numeric else "---" for column in shown]),
-        *(line([column.cell(row) for column in shown]) for row in rows),
+        plain_row([column.header for column in shown]),
+        plain_row(["---:" if column.numeric else "---" for column in shown]),
+        *(plain_row([column.cell(row) for column in shown]) for row in rows),
     ]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.comparison_page import provenance
+from harness.markdown import plain, plain_row
 from harness.reasons import reasons
 from harness.report import figure, unit_of
 from harness.result import Result
@@ -65,7 +66,7 @@ def page(results: Sequence[Result], *paths: Path) -> str:
         lines += ["", f"## {title}", "", *_table(heads, rows, _cells(cell, heads))]
     notes = dict.fromkeys("; ".join(reasons(result)) for result in results if result.status != "ok")
     if notes:
-        lines += ["", "## Not as asked", "", *(f"- {note}" for note in notes)]
+        lines += ["", "## Not as asked", "", *(f"- {plain(note)}" for note in notes)]
     lines += ["", "## What the figures say", "", *(f"- {text}" for text in _MEANING)]
     lines += ["", "## Where they come from", "", *(f"- {text}" for text in provenance(results, *paths))]
     return "\n".join(lines) + "\n"
@@ -126,7 +127,7 @@ def _cells(cell: Callable[[Row, str], str], topologies: Sequence[str]) -> Callab
 
 def _table(heads: Sequence[str], rows: Sequence[Row], cells_of: Callable[[Row], Sequence[str]]) -> list[str]:
     return [
-        "| " + " | ".join(("way", *heads)) + " |",
-        "| " + " | ".join(("---", *("---:" for _ in heads))) + " |",
-        *("| " + " | ".join((row.name, *cells_of(row))) + " |" for row in rows),
+        plain_row(("way", *heads)),
+        plain_row(("---", *("---:" for _ in heads))),
+        *(plain_row((row.name, *cells_of(row))) for row in rows),
     ]

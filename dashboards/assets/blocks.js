@@ -92,7 +92,10 @@ function tableElement(block) {
   const body = element("tbody");
   const rows = block.rows.map((row) => {
     const tr = element("tr", { class: row.greyed ? "greyed" : null });
-    row.cells.forEach((cell, index) => tr.append(cellElement(cell, block.columns[index], block.columns[index].title)));
+    row.cells.forEach((cell, index) => {
+      const { title, unit } = block.columns[index];
+      tr.append(cellElement(cell, block.columns[index], unit ? `${title}, ${unit}` : title));
+    });
     return { row, tr };
   });
   block.columns.forEach((column, index) => {

@@ -64,12 +64,14 @@ function choosePage(study) {
 function showRanking(result, data, place, bytes) {
   let interval = 0;
   while (interval < place.thresholds.length && place.thresholds[interval] <= bytes) interval += 1;
-  const ranking = place.rankings[interval].map(([index, state, rank, why]) => ({
-    ...place.candidates[index],
-    state,
-    rank,
-    why: place.reasons[why],
-  }));
+  const fits = (index) => place.candidates[index].state === "too large" && place.candidates[index].peak <= bytes;
+  const fitting = place.bySpeed.filter(fits);
+  const ranking = [...fitting, ...place.bySize.filter((index) => !fits(index))].map((index, position) => {
+    const one = place.candidates[index];
+    const isRanked = position < fitting.length && one.speed !== null; // what has no time stands behind the others
+    const [, why] = one.whys.findLast(([from]) => from <= interval);
+    return { ...one, state: position < fitting.length ? "fits" : one.state, rank: isRanked ? position + 1 : null, why: place.reasons[why] };
+  });
   result.replaceChildren(answerElement(ranking, data.unit), ...scatter(ranking, bytes, data.unit), rankingElement(ranking, data.unit));
 }
 
@@ -123,11 +125,6 @@ function scatter(ranking, bytes, unit) {
   const left = least > 0.6 * most ? Math.max(0, Math.min(least, limit) - 0.25 * (right - least)) : 0;
   const speeds = timed.map((one) => one.speed);
   const bottom = Math.min(...speeds) > 0.6 * Math.max(...speeds) ? Math.min(...speeds) * 0.93 : 0;
-  const room = Math.min(innerWidth, 1120) - 100;
-  const letters = room < 460 ? 26 : 44;
-  const name = (one) => (one.label.length > letters ? `${one.label.slice(0, letters - 1)}…` : one.label);
-  // Towards the side where there is room for it.
-  const onTheRight = (one) => ((one.peak / 2 ** 20 - left) / (right - left)) * room + 6.6 * name(one).length > room;
   const trace = {
     type: "scatter",
     mode: "markers",
@@ -150,27 +147,22 @@ function scatter(ranking, bytes, unit) {
     line: { color: "@faint", width: 1.5, shape: "hv", dash: "dot" },
     hoverinfo: "skip",
   };
-  const annotations = front.map((one) => ({
-    x: one.peak / 2 ** 20,
-    y: one.speed,
-    text: escaped(name(one)),
-    showarrow: false,
-    xanchor: onTheRight(one) ? "right" : "left",
-    yanchor: "bottom",
-    xshift: onTheRight(one) ? -4 : 4,
-    yshift: 6,
-    font: { color: fits(one) ? one.colour : "@faint", size: 12 },
-  }));
+  // The fastest that fit come first: where there is no room for all names, it is theirs.
+  const named = [...front].sort((a, b) => fits(b) - fits(a) || b.speed - a.speed);
+  const names = named.map((one) => ({ x: one.peak / 2 ** 20, y: one.speed, text: one.label, colour: fits(one) ? one.colour : "@faint" }));
+  const annotations = [];
   const shapes = [];
   if (limit >= left && limit <= right) {
     shapes.push({ type: "line", x0: limit, x1: limit, yref: "paper", y0: 0, y1: 1, line: { color: "@bad", width: 1.5 } });
-    annotations.push({ x: limit, yref: "paper", y: 1, text: "memory of a device", showarrow: false, xanchor: "right", yanchor: "bottom", font: { color: "@bad", size: 12 } });
+    const side = limit - left < 0.4 * (right - left) ? "left" : "right";
+    annotations.push({ x: limit, yref: "paper", y: 1, text: "memory of a device", showarrow: false, xanchor: side, yanchor: "bottom", font: { color: "@bad", size: 12 } });
   }
   const block = {
     kind: "figure",
     title: "Memory and speed",
     note: "Up and to the left is better. On the dotted front nothing else is both faster and smaller; hollow marks do not fit, or train another model.",
     traces: [line, trace],
+    names,
     layout: {
       xaxis: { title: "peak memory of a device, MiB", range: [left, right] },
       yaxis: { title: `${unit}/s`, range: [bottom, bottom + 1.12 * (Math.max(...speeds) - bottom)], tickformat: "~s" },

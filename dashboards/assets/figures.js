@@ -2,6 +2,8 @@
 "use strict";
 
 const MOST_LETTERS = 36; // of a name at the end of a line
+const LETTER = 6.6; // as wide as one is, and as high as a line, in pixels at the size of names
+const LINE = 15;
 const figures = new Set(); // every one on the page: its element, its block and whether it is drawn
 
 function colourOf(name) {
@@ -45,7 +47,7 @@ function layoutOf(block, width) {
     hoverlabel: { bgcolor: colourOf("@ink"), bordercolor: colourOf("@ink"), font: { color: colourOf("@ground"), size: 12 }, align: "left", namelength: -1 },
     hovermode: "closest",
     showlegend: false,
-    margin: { l: 48, r: ends ? 14 + Math.min(MOST_LETTERS, longest) * 6.6 : 16, t: 22, b: 40 },
+    margin: { l: 48, r: ends ? 14 + Math.min(MOST_LETTERS, longest) * LETTER : 16, t: 22, b: 40 },
     height: block.height,
     width,
     ...own,
@@ -55,7 +57,39 @@ function layoutOf(block, width) {
   layout.yaxis = layout.yaxis || axis({}, narrow);
   layout.annotations = [...(own.annotations || []).map((one) => ({ font: { color: colourOf("@soft"), size: 12 }, ...one }))];
   if (ends) layout.annotations.push(...lastLabels(block, layout, block.height));
+  if (block.names) layout.annotations.push(...pointNames(block, layout));
   return layout;
+}
+
+/** Names beside their points, each where it covers neither a point nor another name; left out where it cannot. */
+function pointNames(block, layout) {
+  const { l, r, t, b } = layout.margin;
+  const [width, height] = [layout.width - l - r, block.height - t - b];
+  const [x0, x1] = layout.xaxis.range;
+  const [y0, y1] = layout.yaxis.range;
+  const place = (x, y) => [((x - x0) / (x1 - x0)) * width, height - ((y - y0) / (y1 - y0)) * height];
+  const points = block.traces.filter((trace) => trace.mode === "markers").flatMap((trace) => trace.x.map((x, index) => place(x, trace.y[index])));
+  const taken = points.map(([x, y]) => ({ left: x - 6, right: x + 6, top: y - 6, bottom: y + 6 }));
+  const meets = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
+  const letters = Math.min(MOST_LETTERS + 8, Math.floor((0.7 * width) / LETTER));
+  const made = [];
+  for (const name of block.names) {
+    const text = name.text.length > letters ? `${name.text.slice(0, letters - 1)}…` : name.text;
+    const [x, y] = place(name.x, name.y);
+    const ways = [6, -6, 0].flatMap((up) => ["left", "right"].map((side) => ({ up, side })));
+    for (const { up, side } of ways) {
+      const shift = (side === "left" ? 1 : -1) * (up ? 4 : 11);
+      const begin = x + shift - (side === "left" ? 0 : LETTER * text.length);
+      const above = up > 0 ? y - up - LINE : up < 0 ? y - up : y - LINE / 2;
+      const box = { left: begin, right: begin + LETTER * text.length, top: above, bottom: above + LINE };
+      if (box.left < 0 || box.right > width + r || box.top < 0 || box.bottom > height || taken.some((other) => meets(box, other))) continue;
+      taken.push(box);
+      const yanchor = up > 0 ? "bottom" : up < 0 ? "top" : "middle";
+      made.push({ x: name.x, y: name.y, text: escaped(text), showarrow: false, xanchor: side, yanchor, xshift: shift, yshift: up, borderpad: 0, font: { color: coloured(name.colour), size: 12 } });
+      break;
+    }
+  }
+  return made;
 }
 
 /** The lines' names at their ends, pushed apart where they would lie on each other. */
@@ -70,7 +104,7 @@ function lastLabels(block, layout, height) {
   }
   if (!ends.length) return [];
   const top = Math.max(...block.traces.flatMap((trace) => trace.y.filter((y) => y !== null)));
-  const gap = (15 * top * 1.06) / (height - 62);
+  const gap = (LINE * top * 1.06) / (height - 62);
   ends.sort((a, b) => a.y - b.y);
   ends.forEach((end, index) => {
     end.at = index ? Math.max(end.y, ends[index - 1].at + gap) : end.y;

@@ -6,6 +6,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from harness.choosing.amounts import mebibytes, percent
 from harness.choosing.candidates import WHOLE, Candidate
@@ -19,21 +20,19 @@ _MAX_REASON = 200  # characters; the whole of it stands in the report
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The candidates of a situation; `fitting` those that a device holds, the fastest first. `one_process` is the
+    """The candidates of a situation, and what follows from them whatever memory a device has. `one_process` is the
     single process that does the same work, where it is known."""
 
     members: tuple[Candidate, ...]
-    fitting: tuple[Candidate, ...]
     one_process: Candidate | None
-    one_process_fits: bool
 
-    @property
+    @cached_property
     def whole(self) -> Candidate | None:
         """The smallest of those that hold all states on every device: what cutting is held against."""
         known = (one for one in self.members if one.strategy == WHOLE and _trains(one) and one.peak_bytes is not None)
         return min(known, key=lambda one: one.peak_bytes or 0.0, default=None)
 
-    @property
+    @cached_property
     def uncut_bytes(self) -> Mapping[str, float]:
         """The states of the whole model by category; empty where nobody holds them."""
         for one in (self.one_process, self.whole):
@@ -41,11 +40,81 @@ class Group:
                 return one.state_bytes
         return {}
 
+    def cuts(self, candidate: Candidate) -> tuple[str, ...]:
+        """The states of which its device holds clearly less than there are, in the order in which sharding cuts them;
+        `candidate` is one of the members."""
+        return self._cuts[id(candidate)]
 
-def why(candidate: Candidate, state: str, group: Group) -> str:
-    """One line. `state` is where the ranking puts it."""
+    @cached_property
+    def _cuts(self) -> Mapping[int, tuple[str, ...]]:
+        uncut = self.uncut_bytes
+        return {
+            id(one): tuple(
+                name
+                for name in _WORDS
+                if name in one.state_bytes and one.state_bytes[name] < _LESS * uncut.get(name, 0.0)
+            )
+            for one in self.members
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitting:
+    """Of a group those that a device holds, the fastest first and those without a time last."""
+
+    group: Group
+    members: tuple[Candidate, ...]
+    one_process_fits: bool
+
+    @cached_property
+    def num_timed(self) -> int:
+        return sum(one.units_per_second is not None for one in self.members)
+
+    @cached_property
+    def whole_fits(self) -> bool:
+        return any(one is self.group.whole for one in self.members)
+
+    @cached_property
+    def _first_with_cuts(self) -> Mapping[frozenset[str], tuple[int, Candidate]]:
+        """Of those that cut the same states the first, and where it stands."""
+        found: dict[frozenset[str], tuple[int, Candidate]] = {}
+        for index, one in enumerate(self.members):
+            if one.state_bytes:
+                found.setdefault(frozenset(self.group.cuts(one)), (index, one))
+        return found
+
+    def cutting_less(self, candidate: Candidate) -> Candidate | None:
+        """The fastest one that cuts some of what the candidate cuts and nothing else."""
+        cuts = self.group.cuts(candidate)
+        if cuts not in self._cutting_less:
+            enough = [first for lesser, first in self._first_with_cuts.items() if lesser < set(cuts)]
+            self._cutting_less[cuts] = min(enough, key=lambda first: first[0])[1] if enough else None
+        return self._cutting_less[cuts]
+
+    @cached_property
+    def _cutting_less(self) -> dict[tuple[str, ...], Candidate | None]:
+        return {}
+
+    @cached_property
+    def lead(self) -> Candidate | None:
+        """The next one of another strategy than the fastest, else the next one; None where there is none."""
+        timed = self.members[: self.num_timed]
+        others = [one for one in timed[1:] if one.strategy != timed[0].strategy]
+        return next(iter([*others, *timed[1:]]), None)
+
+    def all_that_matters(self, candidate: Candidate) -> tuple[object, ...]:
+        """What the words of a candidate that fits depend on, beside itself and its group."""
+        return (id(self.members[0]), id(self.lead), id(self.cutting_less(candidate)), self._what_else_fits)
+
+    @cached_property
+    def _what_else_fits(self) -> tuple[bool, bool]:
+        return self.whole_fits, self.one_process_fits
+
+
+def why(candidate: Candidate, state: str, fitting: Fitting) -> str:
+    """One line. `state` is where the ranking puts it, `fitting` those that stand before it or behind."""
     if state == "fits":
-        return " ".join(_sentence(part) for part in (_place(candidate, group), _fit(candidate, group)) if part)
+        return " ".join(_sentence(part) for part in (_place(candidate, fitting), _fit(candidate, fitting)) if part)
     if state == "too large":
         assert candidate.peak_bytes is not None
         return f"Needs {mebibytes(candidate.peak_bytes)} on a device{_foreseen(candidate)}."
@@ -64,31 +133,25 @@ def _foreseen(candidate: Candidate) -> str:
     return ", predicted" if candidate.memory_basis == "predicted" else ""
 
 
-def _place(candidate: Candidate, group: Group) -> str:
+def _place(candidate: Candidate, fitting: Fitting) -> str:
     """Where it stands in speed, and what it waits for that the fastest does not."""
     if candidate.units_per_second is None:
         if candidate.basis == "another link":
             return "Memory and bytes as measured over another link; its time over this one is not known"
         return "Predicted: not measured here"
-    fastest = group.fitting[0]
+    fastest = fitting.members[0]
     assert fastest.units_per_second is not None
     if candidate is fastest:
-        return "The only one that fits" if len(_timed(group.fitting)) == 1 else f"Fastest that fits{_lead(group)}"
+        return "The only one that fits" if fitting.num_timed == 1 else f"Fastest that fits{_lead(fitting)}"
     ratio = candidate.units_per_second / fastest.units_per_second
     speed = "As fast as the first" if ratio > 1 - _SAME_SPEED else f"{percent(ratio)} of the first's speed"
     return speed + _waiting(candidate, fastest)
 
 
-def _timed(members: Sequence[Candidate]) -> list[Candidate]:
-    return [one for one in members if one.units_per_second is not None]
-
-
-def _lead(group: Group) -> str:
+def _lead(fitting: Fitting) -> str:
     """What the fastest has over the next one of another strategy."""
-    first = group.fitting[0]
-    others = _timed(group.fitting)[1:]
-    other = next((one for one in others if one.strategy != first.strategy), others[0])
-    return _less_waiting(first, other)
+    assert fitting.lead is not None
+    return _less_waiting(fitting.members[0], fitting.lead)
 
 
 def _less_waiting(first: Candidate, other: Candidate) -> str:
@@ -119,47 +182,36 @@ def _across_nodes(one: Candidate, other: Candidate) -> str:
     return f"; {mebibytes(one.node_bytes)} a step cross a node's link, {mebibytes(other.node_bytes)} there"
 
 
-def _fit(candidate: Candidate, group: Group) -> str:
+def _fit(candidate: Candidate, fitting: Fitting) -> str:
     """What had to be cut for it to fit, or that nothing had to be."""
     assert candidate.peak_bytes is not None
+    group = fitting.group
     uncut = group.uncut_bytes
-    cuts = _cuts(candidate, uncut)
+    cuts = group.cuts(candidate)
     if candidate.strategy == WHOLE:
         return f"Fits uncut: every device holds all states, {mebibytes(candidate.peak_bytes)} at the peak"
     if not cuts:
         return ""
     whole = group.whole
     if whole is None or whole.peak_bytes is None:
-        return _beside_one_process(group)
-    if whole in group.fitting:
+        return _beside_one_process(fitting)
+    if fitting.whole_fits:
         less = mebibytes(candidate.peak_bytes)
         return f"Nothing has to be cut: {whole.label} fits with {mebibytes(whole.peak_bytes)}, this has {less}"
-    enough = _cut_less(candidate, group)
-    if enough is not None and enough.peak_bytes is not None and candidate is not group.fitting[0]:
-        lesser = _listed(_cuts(enough, uncut))
+    enough = fitting.cutting_less(candidate)
+    if enough is not None and enough.peak_bytes is not None and candidate is not fitting.members[0]:
+        lesser = _listed(group.cuts(enough))
         return f"Cutting {lesser} would do: {enough.label} has {mebibytes(enough.peak_bytes)}"
     shares = [f"{_WORDS[name]} {_change(uncut[name], candidate.state_bytes[name])}" for name in cuts]
     return f"Uncut it would need {mebibytes(whole.peak_bytes)}; {_joined(shares)} make it fit"
 
 
-def _beside_one_process(group: Group) -> str:
-    if group.one_process is None or group.one_process.peak_bytes is None:
+def _beside_one_process(fitting: Fitting) -> str:
+    alone = fitting.group.one_process
+    if alone is None or alone.peak_bytes is None:
         return ""
-    needs = mebibytes(group.one_process.peak_bytes)
-    return f"One device would hold all of it: {needs}" if group.one_process_fits else f"One device would need {needs}"
-
-
-def _cut_less(candidate: Candidate, group: Group) -> Candidate | None:
-    """The fastest fitting one that cuts some of what the candidate cuts and nothing else."""
-    uncut = group.uncut_bytes
-    cuts = set(_cuts(candidate, uncut))
-    return next((one for one in group.fitting if one.state_bytes and set(_cuts(one, uncut)) < cuts), None)
-
-
-def _cuts(candidate: Candidate, uncut: Mapping[str, float]) -> tuple[str, ...]:
-    """The states of which its device holds clearly less than there are, in the order in which sharding cuts them."""
-    held = candidate.state_bytes
-    return tuple(name for name in _WORDS if name in held and held[name] < _LESS * uncut.get(name, 0.0))
+    needs = mebibytes(alone.peak_bytes)
+    return f"One device would hold all of it: {needs}" if fitting.one_process_fits else f"One device would need {needs}"
 
 
 def _trains(candidate: Candidate) -> bool:

@@ -6,13 +6,14 @@ every amount of memory has the same ranking. A page can therefore hold all of th
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from harness.choosing.candidates import Candidate, Place
-from harness.choosing.explanation import Group, why
+from harness.choosing.explanation import Fitting, Group, why
 
 State = Literal["fits", "too large", "memory unknown", "another model", "no result"]
 
@@ -65,48 +66,66 @@ def _order(situation: Situation) -> tuple[object, ...]:
     )
 
 
-def rank(candidates: Sequence[Candidate], memory_bytes: float, one_process: Candidate | None = None) -> list[Ranked]:
-    """The candidates of one situation, each with devices of `memory_bytes`: those that fit, the fastest first and those
-    without a time behind them by what they send; then what is too large, the smallest first; then the others.
+class Contest:
+    """The candidates of one situation, and all of their ranking that does not depend on the memory of a device.
     `one_process` does the same work alone, where it is known."""
-    states = [_state(candidate, memory_bytes) for candidate in candidates]
-    fitting = sorted(
-        (candidate for candidate, state in zip(candidates, states, strict=True) if state == "fits"), key=_speed_order
-    )
-    group = Group(
-        members=tuple(candidates),
-        fitting=tuple(fitting),
-        one_process=one_process,
-        one_process_fits=one_process is not None and _state(one_process, memory_bytes) == "fits",
-    )
-    front = _front(candidates)
-    order: tuple[State, ...] = ("too large", "memory unknown", "another model", "no result")
-    rest = [
-        (candidate, state)
-        for wanted in order
-        for candidate, state in sorted(
-            zip(candidates, states, strict=True),
-            key=lambda pair: (pair[0].peak_bytes or 0.0, -(pair[0].units_per_second or 0.0), pair[0].label),
+
+    def __init__(self, candidates: Sequence[Candidate], one_process: Candidate | None = None) -> None:
+        known = [one for one in candidates if _needs_memory(one)]
+        self._by_speed = sorted(known, key=_speed_order)
+        self._by_size = sorted(known, key=_size_order)
+        order: tuple[State, ...] = ("memory unknown", "another model", "no result")
+        others = [(one, _state(one, 0.0)) for one in sorted(candidates, key=_size_order) if not _needs_memory(one)]
+        self._others = sorted(others, key=lambda pair: order.index(pair[1]))
+        self._front = {id(one) for one in _front(known)}
+        self._group = Group(members=tuple(candidates), one_process=one_process)
+        self._said: dict[tuple[object, ...], str] = {}
+
+    def is_on_front(self, candidate: Candidate) -> bool:
+        """Whether no other that trains the same model is both faster and smaller."""
+        return id(candidate) in self._front
+
+    def ranking(self, memory_bytes: float) -> list[Ranked]:
+        """Each candidate, with devices of `memory_bytes`: those that fit, the fastest first and those without a time
+        behind them by what they send; then what is too large, the smallest first; then the others."""
+        alone = self._group.one_process
+        fitting = Fitting(
+            group=self._group,
+            members=tuple(one for one in self._by_speed if _state(one, memory_bytes) == "fits"),
+            one_process_fits=alone is not None and _state(alone, memory_bytes) == "fits",
         )
-        if state == wanted
-    ]
-    timed = [candidate for candidate in fitting if candidate.units_per_second is not None]
-    return [
-        Ranked(
-            candidate=candidate,
-            state=state,
-            rank=timed.index(candidate) + 1 if state == "fits" and candidate in timed else None,
-            on_front=candidate in front,
-            why=why(candidate, state, group),
-        )
-        for candidate, state in [*((candidate, "fits") for candidate in fitting), *rest]
-    ]
+        too_large: list[tuple[Candidate, State]] = [
+            (one, "too large") for one in self._by_size if _state(one, memory_bytes) == "too large"
+        ]
+        fit: list[tuple[Candidate, State]] = [(one, "fits") for one in fitting.members]
+        return [
+            Ranked(
+                candidate=candidate,
+                state=state,
+                rank=position if position <= fitting.num_timed else None,
+                on_front=self.is_on_front(candidate),
+                why=self._why(candidate, state, fitting),
+            )
+            for position, (candidate, state) in enumerate([*fit, *too_large, *self._others], start=1)
+        ]
+
+    def _why(self, candidate: Candidate, state: State, fitting: Fitting) -> str:
+        """The words, which are made once for all amounts of memory that ask for the same."""
+        key = (id(candidate), state, *(fitting.all_that_matters(candidate) if state == "fits" else ()))
+        if key not in self._said:
+            self._said[key] = why(candidate, state, fitting)
+        return self._said[key]
+
+
+def rank(candidates: Sequence[Candidate], memory_bytes: float, one_process: Candidate | None = None) -> list[Ranked]:
+    """The ranking of one contest with one amount of memory."""
+    return Contest(candidates, one_process).ranking(memory_bytes)
 
 
 def thresholds(candidates: Iterable[Candidate], one_process: Candidate | None = None) -> list[float]:
     """The amounts of memory from which on something else fits; between two of them rankings are the same."""
     matter = [*candidates, *([one_process] if one_process else [])]
-    return sorted({one.peak_bytes for one in matter if one.peak_bytes and _state(one, 0.0) == "too large"})
+    return sorted({one.peak_bytes for one in matter if one.peak_bytes and _needs_memory(one)})
 
 
 def interval(sorted_thresholds: Sequence[float], memory_bytes: float) -> int:
@@ -124,6 +143,15 @@ def _state(candidate: Candidate, memory_bytes: float) -> State:
     return "fits" if candidate.peak_bytes <= memory_bytes else "too large"
 
 
+def _needs_memory(candidate: Candidate) -> bool:
+    """Whether memory alone decides if it fits."""
+    return _state(candidate, math.inf) == "fits"
+
+
+def _size_order(candidate: Candidate) -> tuple[float, float, str]:
+    return candidate.peak_bytes or 0.0, -(candidate.units_per_second or 0.0), candidate.label
+
+
 def _speed_order(candidate: Candidate) -> tuple[object, ...]:
     speed = candidate.units_per_second
     if speed is not None:
@@ -133,17 +161,12 @@ def _speed_order(candidate: Candidate) -> tuple[object, ...]:
     return (1, candidate.basis == "predicted", unknown, candidate.sent_bytes or 0.0, candidate.label)
 
 
-def _front(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The Pareto front of memory and speed."""
+def _front(known: Iterable[Candidate]) -> list[Candidate]:
+    """The Pareto front of memory and speed, of candidates whose memory is known."""
     front: list[Candidate] = []
     best = 0.0
-    known = [
-        (candidate.peak_bytes, candidate.units_per_second, candidate)
-        for candidate in candidates
-        if _state(candidate, 0.0) == "too large" and candidate.units_per_second is not None
-    ]
-    for _, speed, candidate in sorted(known, key=lambda item: (item[0], -item[1], item[2].label)):
-        if speed > best:
-            best = speed
+    for candidate in sorted(known, key=_size_order):
+        if candidate.units_per_second is not None and candidate.units_per_second > best:
+            best = candidate.units_per_second
             front.append(candidate)
     return front

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from harness import tracking
-from harness.regression import history
+from harness.regression import clocks, history
 from harness.regression.history import CaseRun
 from harness.result import Result, read
 
@@ -67,11 +68,29 @@ def nights_from_store(runs: Iterable[Mapping[str, Any]], suites: Collection[str]
 
 def latest_of_each_suite(runs: Iterable[Mapping[str, Any]]) -> list[str]:
     """The suite runs that began last."""
-    latest: dict[str, tuple[float, str]] = {}
+    return [clocks.in_order(began)[-1] for began in _began(runs).values()]
+
+
+def dated_soundly(
+    runs: Sequence[Mapping[str, Any]], named: Collection[str], now: float
+) -> tuple[list[Mapping[str, Any]], str | None]:
+    """The `runs` but for the suite runs that are dated ahead of `now`, and a sentence that says which these are. Those
+    that are `named` stay, and those of a suite that has no others."""
+    passed: dict[str, float] = {}
+    for began in _began(runs).values():
+        if len(ahead := clocks.ahead(began, now)) < len(began):
+            passed |= {name: began[name] for name in ahead if name not in named}
+    kept = [run for run in runs if suite_run(run) not in passed]
+    return kept, clocks.passed_over(passed, passed) if passed else None
+
+
+def _began(runs: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """When each suite run of each suite began."""
+    found: dict[str, dict[str, float]] = {}
     for run in runs:
-        suite = str(run.get("tags.suite", ""))
-        latest[suite] = max(latest.get(suite, (0.0, "")), (run["started"], suite_run(run)))
-    return [name for _, name in latest.values()]
+        of_suite = found.setdefault(str(run.get("tags.suite", "")), {})
+        of_suite[suite_run(run)] = min(run["started"], of_suite.get(suite_run(run), math.inf))
+    return found
 
 
 def suite_run(run: Mapping[str, Any]) -> str:

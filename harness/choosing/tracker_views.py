@@ -54,6 +54,7 @@ def view(unit: str) -> str:
                 "isReordered": False,
                 "deleted": False,
                 "isGenerated": False,
+                "columns": 2,  # of charts; MLflow's three leave no room for names
             }
         ],
         "viewMaximized": False,

@@ -21,13 +21,15 @@ def check(
     accepted: AcceptedOption = Path("accepted"),
     no_upload: Annotated[bool, typer.Option("--no-upload", help="Leave the verdicts out of MLflow.")] = False,
     confirm: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--confirm",
+            "--confirm/--no-confirm",
             help="Time what is regressed or suspect in turns, on the last commit before and on tonight's, and let that "
-            "decide; some minutes a case.",
+            "decide; some minutes a case. By default where both are in the repository here and this is the history's "
+            "machine; --confirm: on another one, too.",
+            show_default=False,
         ),
-    ] = False,
+    ] = None,
     self_test: Annotated[
         bool,
         typer.Option("--self-test", help="Simulate nights instead: how often the gate errs, how soon it finds."),
@@ -39,7 +41,7 @@ def check(
 
     [bold]meshmark check --results results/smoke-20300101-120000[/]   that run, whether it was uploaded or not
 
-    [bold]meshmark check --confirm[/]                                 and time what looks slower on both commits
+    [bold]meshmark check --no-confirm[/]                              by history alone, in seconds
 
     [bold]meshmark check --format markdown > comment.md[/]            for a comment under a change
     """
@@ -54,12 +56,18 @@ def check(
         raise typer.Exit(1 if tested.failures else 0)
     with bad_input():
         judged = gate.judged(suite_run=suite_run, results=results, accepted_directory=accepted)
-    if confirm:
+    if confirm is not False:
         from harness.paired import paired_run
-        from harness.regression.confirmation import confirm as confirmed
+        from harness.regression import confirmation
 
         with bad_input(), paired_run.telling() as tell:
-            judged = confirmed(judged, gate.cases_at_hand(judged, results), Path.cwd(), tell=tell)
+            judged = confirmation.confirm(
+                judged,
+                gate.cases_at_hand(judged, results),
+                Path.cwd(),
+                machine_of=None if confirm else confirmation.this_machine(),
+                tell=tell,
+            )
     if format == "json":
         print(json.dumps(check_report.to_json(judged), indent=1, allow_nan=False))
     elif format == "markdown":

@@ -16,6 +16,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from harness.markdown import plain, plain_row
 from harness.paired.builds import Build
 from harness.paired.in_turns import RED, ComparedCase, ComparedVerdict
 from harness.paired.side import Timing
@@ -74,9 +75,9 @@ def text(run: PairedRun) -> RenderableType:
 
 def markdown(run: PairedRun) -> str:
     """For a comment: every case."""
-    lines = [f"**{summary(run)}**", "", f"| {' | '.join(_HEADERS)} |", "|---|---|---|---:|---:|---:|---:|---:|---:|"]
-    lines += ["| " + " | ".join(cell.replace("|", r"\|") for cell in _cells(case)) + " |" for case in run.cases]
-    lines += ["", *(f"- {reason}" for reason in _reasons(run))]
+    lines = [f"**{plain(summary(run))}**", "", plain_row(_HEADERS), "|---|---|---|---:|---:|---:|---:|---:|---:|"]
+    lines += [plain_row(_cells(case)) for case in run.cases]
+    lines += ["", *(f"- {plain(reason)}" for reason in _reasons(run))]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -109,8 +109,12 @@ class Side:
         packages the build may use, and with them their commands (a compiler's ninja)."""
         code = [str(self.build.source), os.environ.get("PYTHONPATH", "")]
         commands = [str(python.parent) for python in (self.build.python, Path(sys.executable))]
+        # Two versions of a library compile operators of the same names: in one directory each turn would build anew.
+        is_this_one = self.build.python == Path(sys.executable)
+        own_operators = {} if is_this_one else {"TORCH_EXTENSIONS_DIR": str(self.build.scratch / "operators")}
         return {
             **os.environ,
+            **own_operators,
             "PYTHONPATH": os.pathsep.join(filter(None, code)),
             "PATH": os.pathsep.join([*commands, os.environ.get("PATH", os.defpath)]),
             "TMPDIR": str(self.build.scratch),

@@ -11,16 +11,17 @@ from harness.regression.exact_figures import exact_values
 from harness.regression.verdicts import MOVED
 
 
-def accept(cases: Sequence[CaseVerdict], accepted: Accepted) -> tuple[Accepted, list[str]]:
+def accept(cases: Sequence[CaseVerdict], accepted: Accepted, now: float) -> tuple[Accepted, list[str]]:
     """The accepted values with those of `cases`, and a line for each that has changed.
 
     Only what is new or has moved is taken over: neither figures within their tolerance nor a slow creep of the time are
-    accepted along with something else. Times count from this suite run on. Cases that are not ok leave everything as it
-    is.
+    accepted along with something else. Times count from this suite run on; one that is dated ahead of `now` counts as
+    of now, or no later night could be slower. Cases that are not ok leave everything as it is.
     """
     values = {place: dict(figures) for place, figures in accepted.values.items()}
     times = dict(accepted.times)
     began = math.floor(min((case.run.started for case in cases), default=0.0))
+    began = min(began, math.floor(now))
     lines = []
     for case in cases:
         run, place = case.run, place_of(case.run)

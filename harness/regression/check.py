@@ -115,21 +115,31 @@ def _time_change(run: CaseRun, nights: Sequence[CaseRun], change: TimeChange, si
     between = f", commit {nights[since - 1].commit[:8] or '-'} -> {first.commit[:8] or '-'}"
     text = f"step time: {abs(change.shift):.1%} {words} since {first.suite_run}{between}"
     verdict = change.verdict
-    before_and_now = (nights[since - 1].commit, run.commit)
-    are_known = all(before_and_now) and not (nights[since - 1].dirty or run.dirty)
-    commits = before_and_now if are_known and len(set(before_and_now)) == 2 else None
+    commits, no_commits = _commits(nights[since - 1], run)
     changes = environment_changes(nights, since)
     if changes and verdict in MOVED:
         shift = ", ".join(f"{name} {before} -> {after}" for name, (before, after) in changes.items())
         family = run.implementation.partition(".")[0]
         if verdict == "regressed" and family in changes:
             before, after = changes[family]
-            commits = None
+            commits, no_commits = None, f"{family} is another version; `meshmark compare --peer` times two of them"
             text = f"{family} {after} is slower than {family} {before}; {text}; environment shift: {shift}"
         else:
             verdict, text = "environment shift", f"environment shift: {shift}; {text}"
     finding = _time(verdict, text, change.shift, first.suite_run)
-    return replace(finding, commits=commits) if verdict in NOMINATED else finding
+    return replace(finding, commits=commits, no_commits=no_commits) if verdict in NOMINATED else finding
+
+
+def _commits(before: CaseRun, now: CaseRun) -> tuple[tuple[str, str] | None, str]:
+    """Two commits that can be timed in turns, or None and why not."""
+    for run in (before, now):
+        if not run.commit:
+            return None, f"the commit of {run.suite_run} is not known"
+        if run.dirty:
+            return None, f"{run.suite_run} ran with local changes to {run.commit[:8]}"
+    if before.commit == now.commit:
+        return None, f"both nights ran {now.commit[:8]}"
+    return (before.commit, now.commit), ""
 
 
 def _time(verdict: Verdict, text: str, shift: float | None = None, since: str | None = None) -> Finding:

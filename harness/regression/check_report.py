@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, get_args
+from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from harness.regression.check import CaseVerdict, Check
+from harness.markdown import plain, plain_row
+from harness.regression.check import CaseVerdict, Check, worst_first
 from harness.regression.self_test import SelfTest
-from harness.regression.verdicts import RED, Verdict
+from harness.regression.verdicts import NOMINATED, RED
 
 VERDICT_STYLES = {
     **dict.fromkeys(RED, "bold red"),
@@ -24,10 +25,19 @@ VERDICT_STYLES = {
 }
 
 
+def shown(case: CaseVerdict) -> str:
+    """The verdict, and of a time that is slower on whose word: that of both commits in turns, or history's alone."""
+    telling = [finding for finding in case.findings if finding.verdict == case.verdict]
+    if case.verdict not in NOMINATED or case.time is None or case.time.since is None or telling != [case.time]:
+        return case.verdict
+    words = {True: "confirmed", False: "not confirmed", None: "by history"}
+    return f"{case.verdict} ({words[case.time.confirmed]})"
+
+
 def summary(checked: Check) -> str:
     """One line: the suite run, and how many cases got which verdict, the worst first."""
-    counts = Counter(case.verdict for case in checked.cases)
-    told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in get_args(Verdict) if counts[verdict])
+    counts = Counter(shown(case) for case in worst_first(checked.cases))
+    told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
     return f"{'RED' if checked.is_red else 'not red'}: {checked.suite_run}: {told}"
 
 
@@ -44,7 +54,7 @@ def text(checked: Check) -> RenderableType:
         table.add_column(header, no_wrap=header == "verdict", overflow="fold")
     for case in checked.cases:
         table.add_row(
-            Text(case.verdict, style=VERDICT_STYLES[case.verdict]),
+            Text(shown(case), style=VERDICT_STYLES[case.verdict]),
             Text(case.run.name),
             Text(f"{case.run.workload}, {case.run.precision}"),
             Text("\n".join(reasons(case))),
@@ -54,14 +64,14 @@ def text(checked: Check) -> RenderableType:
 
 def markdown(checked: Check) -> str:
     """For a comment: the cases that are not ok."""
-    lines = [f"**{summary(checked)}**", ""]
+    lines = [f"**{plain(summary(checked))}**", ""]
     told = [case for case in checked.cases if case.verdict != "ok"]
     if told:
         lines += ["| verdict | case | workload | why |", "|---|---|---|---|"]
     for case in told:
-        cells = (case.verdict, case.run.name, f"{case.run.workload}, {case.run.precision}", "; ".join(reasons(case)))
-        lines.append("| " + " | ".join(" ".join(cell.split()).replace("|", r"\|") for cell in cells) + " |")
-    lines += ["", *(f"- {note}" for note in checked.notes)]
+        cells = (shown(case), case.run.name, f"{case.run.workload}, {case.run.precision}", "; ".join(reasons(case)))
+        lines.append(plain_row(cells))
+    lines += ["", *(f"- {plain(note)}" for note in checked.notes)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -90,6 +100,7 @@ def to_json(checked: Check) -> dict[str, Any]:
                         "shift": finding.shift,
                         "since": finding.since,
                         "commits": list(finding.commits) if finding.commits else None,
+                        "confirmed": finding.confirmed,
                     }
                     for finding in case.findings
                 ],
@@ -116,5 +127,13 @@ def self_test_lines(tested: SelfTest) -> list[str]:
         f"{'-' if power.median_delay_nights is None else f'{power.median_delay_nights:g}'} |"
         for power in tested.powers
     ]
+    lines += ["", "| slower by, then mended | nights | series | alarm ended | median nights red after that |"]
+    lines += ["|---:|---|---:|---:|---:|"]
+    lines += [
+        f"| {recovery.slowdown:.0%} | {recovery.noise} | {recovery.num_series} | {recovery.ended:.0%} | "
+        f"{recovery.median_red_nights:g} |"
+        for recovery in tested.recoveries
+    ]
     failures = [f"FAILED: {failure}" for failure in tested.failures]
-    return [*lines, "", *(failures or ["the gate is quiet where nothing changed, and finds what did"])]
+    sound = "the gate is quiet where nothing changed, finds what did, and lets go of what was mended"
+    return [*lines, "", *(failures or [sound])]

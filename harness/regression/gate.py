@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from harness import result, suites, tracking
 from harness.case import Case
-from harness.regression import accepted_values, history
+from harness.regression import accepted_values, clocks, history
 from harness.regression.acceptance import accept
 from harness.regression.check import CaseVerdict, Check, check
 from harness.regression.history import CaseRun
@@ -23,24 +25,30 @@ def judged(
     results: Path | None,
     accepted_directory: Path,
     tracking_uri: str | None = None,
+    now: float | None = None,
 ) -> Check:
     """The check of `suite_run`, by default the latest, of a results directory or of the store; its history is the
-    store's. ValueError if there is no such run, or a file of accepted values is broken; ConnectionError if the store
-    cannot be read."""
+    store's. What is dated ahead of `now` (by itself this machine's clock) is the latest only where all is. ValueError
+    if there is no such run, or a file of accepted values is broken; ConnectionError if the store cannot be read."""
+    now = time.time() if now is None else now
+    began: Mapping[str, float]
     if results is not None:
         runs = history.from_results(result.read(results), results)
-        name = _chosen(suite_run, [run.suite_run for run in sorted(runs, key=_started)], str(results))
+        began = history.began(runs)
+        name = _chosen(suite_run, began, str(results), now)
         tonight = [run for run in runs if run.suite_run == name]
         stored = _stored(tonight[0].suite, tracking_uri)
     else:
         suites = tracking.read_runs(SUITES_EXPERIMENT, tracking_uri=tracking_uri)
-        by_name = {run["tags.meshmark.suite_run"]: run for run in sorted(suites, key=lambda run: run["started"])}
-        name = _chosen(suite_run, list(by_name), tracking.store_uri(tracking_uri))
+        by_name = {run["tags.meshmark.suite_run"]: run for run in suites}
+        began = {name: run["started"] for name, run in by_name.items()}
+        name = _chosen(suite_run, began, tracking.store_uri(tracking_uri), now)
         stored = _stored(by_name[name].get("tags.suite", ""), tracking_uri)
         tonight = [run for run in stored if run.suite_run == name]
         if not tonight:
             raise ValueError(f"suite run {name}: expected its cases in the store, found none; `meshmark upload` it")
-    return check(tonight, stored, _accepted(tonight[0].suite, accepted_directory))
+    checked = check(tonight, stored, _accepted(tonight[0].suite, accepted_directory))
+    return replace(checked, notes=(*checked.notes, *_notes_on_dates(name, suite_run is None, began, now)))
 
 
 def cases_at_hand(checked: Check, results: Path | None) -> dict[str, Case]:
@@ -63,7 +71,7 @@ def record_verdicts(checked: Check, *, tracking_uri: str | None = None) -> None:
 def accept_cases(checked: Check, cases: Sequence[CaseVerdict], accepted_directory: Path) -> list[str]:
     """Moves the accepted values of `cases` to what they are in this run; a line for each that has changed."""
     path = accepted_values.file_of(checked.suite, accepted_directory)
-    accepted, lines = accept(cases, accepted_values.read(path))
+    accepted, lines = accept(cases, accepted_values.read(path), time.time())
     if lines:
         accepted_values.write(path, checked.suite, accepted)
     return lines
@@ -86,17 +94,21 @@ def _accepted(suite: str, directory: Path) -> accepted_values.Accepted:
     return accepted_values.read(accepted_values.file_of(suite, directory))
 
 
-def _started(run: CaseRun) -> float:
-    return run.started
-
-
-def _chosen(suite_run: str | None, names: Sequence[str], place: str) -> str:
-    """The suite run of that name, or the last of `names`."""
-    if not names:
+def _chosen(suite_run: str | None, began: Mapping[str, float], place: str, now: float) -> str:
+    """The suite run of that name, or the latest; `began` says when each of them did."""
+    if not began:
         raise ValueError(f"{place}: expected at least one suite run, found none; `meshmark run` makes one")
     if suite_run is None:
-        return names[-1]
-    if suite_run not in names:
-        latest = ", ".join(list(dict.fromkeys(reversed(names)))[:_NUM_NAMED])
+        return clocks.latest(began, now)
+    if suite_run not in began:
+        latest = ", ".join(clocks.in_order(began)[: -_NUM_NAMED - 1 : -1])
         raise ValueError(f"--suite-run {suite_run}: expected one of {place}, the latest of which are {latest}")
     return suite_run
+
+
+def _notes_on_dates(name: str, is_by_default: bool, began: Mapping[str, float], now: float) -> list[str]:
+    ahead = clocks.ahead(began, now)
+    if name in ahead:
+        when = clocks.date(began[name])
+        return [f"{name} is dated {when}, ahead of this machine's clock: it counts as later than every other night"]
+    return [clocks.passed_over(ahead, began)] if ahead and is_by_default else []

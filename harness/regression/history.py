@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,15 +135,12 @@ def _below(prefix: str, run: Mapping[str, Any]) -> dict[str, Any]:
     return {key.removeprefix(prefix): value for key, value in run.items() if key.startswith(prefix)}
 
 
-def latest_suite_run(runs: Sequence[CaseRun]) -> str:
-    """The suite run that began last. ValueError if there is none."""
-    if not runs:
-        raise ValueError("expected at least one suite run, found none")
-    return max(runs, key=lambda run: (_began(run.suite_run, runs), run.suite_run)).suite_run
-
-
-def _began(suite_run: str, runs: Sequence[CaseRun]) -> float:
-    return min(run.started for run in runs if run.suite_run == suite_run)
+def began(runs: Iterable[CaseRun]) -> dict[str, float]:
+    """When each suite run began: the first of its cases."""
+    found: dict[str, float] = {}
+    for run in runs:
+        found[run.suite_run] = min(run.started, found.get(run.suite_run, math.inf))
+    return found
 
 
 def nights_of(tonight: CaseRun, runs: Iterable[CaseRun]) -> list[CaseRun]:

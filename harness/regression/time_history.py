@@ -64,4 +64,7 @@ def _slower(found: Segments, logarithms: Sequence[float], accepted: int, verdict
         return None
     if all(night - found.levels[fastest] <= found.least_move for night in logarithms[-RECOVERED_NIGHTS:]):
         return None
-    return TimeChange(verdict=verdict, shift=math.expm1(move), since=found.starts[fastest + 1])
+    # What came and went in between is not where this one began.
+    level = found.levels[fastest]
+    at_level = [index for index, other in enumerate(found.levels) if other - level <= found.least_move]
+    return TimeChange(verdict=verdict, shift=math.expm1(move), since=found.starts[at_level[-1] + 1])

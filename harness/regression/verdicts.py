@@ -22,7 +22,8 @@ NOMINATED: frozenset[str] = frozenset({"regressed", "suspect"})  # what two revi
 class Finding:
     """What one figure of a case says, in one sentence. `figure` is a metric's name, or `status`; `shift` is relative
     (0.05 is 5 % more than the baseline or the accepted value), `since` the suite run that was the first to show it.
-    `commits`: the last one before and tonight's, where the code between them may be why."""
+    Of a time that is nominated, `commits` are the last one before and tonight's, where the code between them may be
+    why, else `no_commits` says why there are none; `confirmed` is what both of them say in turns, None before that."""
 
     figure: str
     verdict: Verdict
@@ -30,6 +31,8 @@ class Finding:
     shift: float | None = None
     since: str | None = None
     commits: tuple[str, str] | None = None
+    no_commits: str = ""
+    confirmed: bool | None = None
 
 
 def worst(findings: Iterable[Finding]) -> Verdict:

@@ -90,7 +90,7 @@ def result(
             "strategy": strategy,
             "suite": "sharding",
             "suite_run": "sharding-20300101",
-            "started": 1893456000.0,
+            "started": 1_735_689_600.0,
             "environment": {
                 "device": {"kind": "cpu", "name": "a processor"},
                 "physical_cores": 2,

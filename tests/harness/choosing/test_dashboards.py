@@ -75,11 +75,31 @@ def test_results_come_back_from_the_store_as_they_were(here: Path) -> None:
 
 def test_of_each_suite_the_latest_run_counts(here: Path, tmp_path: Path) -> None:
     for number, suite_run in enumerate(("night-1", "night-2")):
-        append(tmp_path, replace(EVERYTHING[1], suite="nightly", suite_run=suite_run, started=2e9 + number))
+        append(tmp_path, replace(EVERYTHING[1], suite="nightly", suite_run=suite_run, started=1.7e9 + number))
         tracking.upload(tmp_path)
     runs = sources.case_runs_in_store()
     assert {one.suite_run for one in sources.from_store(runs)} == {"night-2", "sharding-20300101"}
     assert sorted(night.suite_run for night in sources.nights_from_store(runs, {"nightly"})) == ["night-1", "night-2"]
+
+
+def test_a_suite_run_that_is_dated_ahead_is_taken_only_by_its_name(
+    here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for suite_run, started in (("evening-1", 1.7e9), ("evening-9", 4e9)):
+        append(tmp_path, replace(EVERYTHING[1], suite="evening", suite_run=suite_run, started=started))
+        tracking.upload(tmp_path)
+    runs = [run for run in sources.case_runs_in_store() if run["tags.suite"] == "evening"]
+    kept, warning = sources.dated_soundly(runs, (), 1.8e9)
+    assert {one.suite_run for one in sources.from_store(kept)} == {"evening-1"}
+    assert [night.suite_run for night in sources.nights_from_store(kept, {"evening"})] == ["evening-1"]
+    assert warning == (
+        "dated ahead of this machine's clock, and passed over: evening-9 (2096-10-02 07:06 UTC); --suite-run takes one "
+        "all the same"
+    )
+    assert sources.dated_soundly(runs, ("evening-9",), 1.8e9) == (runs, None)
+    assert sources.dated_soundly(runs, (), 1.6e9) == (runs, None), "there is no other"
+    assert cli.main(["choose", "--devices", "2", "--memory", "1GiB"]) == 0
+    assert f"meshmark: {warning}\n" in capsys.readouterr().err
 
 
 def test_without_a_store_one_line_says_what_to_do(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from random import Random
 
 import pytest
 
 from harness.choosing.candidates import Candidate, Place, candidates, one_process
-from harness.choosing.ranking import Ranked, interval, rank, situation_of, situations, thresholds
+from harness.choosing.explanation import Fitting, Group
+from harness.choosing.ranking import Contest, Ranked, interval, rank, situation_of, situations, thresholds
 from harness.layout import Layout
 from harness.result import Result
 from tests.harness.choosing.scenes import (
@@ -143,6 +145,41 @@ def test_between_two_thresholds_every_memory_has_the_same_ranking() -> None:
         assert all(before != after for before, after in itertools.pairwise(stored))
         for memory in (1.0, *(limit + offset for limit in limits for offset in (-1.0, 0.0, 0.5, 1.0)), 1e12):
             assert _dump(rank(members, memory, ALONE)) == stored[interval(limits, memory)]
+
+
+def test_a_contest_answers_for_every_memory_as_each_alone_would() -> None:
+    """And what would do with less is the fastest of all that fit, looked for one by one."""
+    random = Random(5)
+    kinds = ((10, 10, 20), (10, 10, 10), (10, 5, 10), (5, 5, 10), (5, 10, 20), (4, 4, 8))
+    members = [
+        replace(
+            one,
+            label=f"way {number}",
+            peak_bytes=(sum(states) + random.uniform(1, 20)) * MIB,
+            units_per_second=random.choice((None, random.uniform(500, 1500))),
+            state_bytes=dict(zip(("parameter", "gradient", "optimizer"), (MIB * part for part in states), strict=True)),
+        )
+        for number in range(40)
+        for states in [random.choice(kinds)]
+        for one in [random.choice(ON_TWO[:5])]
+    ]
+    members.append(next(one for one in ON_TWO if one.status != "ok"))
+    contest = Contest(members, ALONE)
+    for memory in (0.0, *thresholds(members, ALONE)):
+        ranked = contest.ranking(memory)
+        assert ranked == rank(members, memory, ALONE)
+        fits = [one.candidate for one in ranked if one.state == "fits"]
+        fitting = Fitting(
+            group=Group(members=tuple(members), one_process=ALONE), members=tuple(fits), one_process_fits=True
+        )
+        for one in fits:
+            cut = _cut(one)
+            assert fitting.cutting_less(one) is next((other for other in fits if _cut(other) < cut), None)
+
+
+def _cut(one: Candidate) -> set[str]:
+    assert ALONE is not None
+    return {name for name, held in one.state_bytes.items() if held < 0.95 * ALONE.state_bytes[name]}
 
 
 def test_of_a_case_that_ran_twice_on_a_machine_the_latest_counts() -> None:

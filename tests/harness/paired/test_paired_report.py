@@ -74,7 +74,7 @@ def test_markdown_has_every_case_and_every_reason() -> None:
         "| regressed | native.ddp data=2 | gpt, fp32 | 100 | 110 | +10.0% | +10.0% to +10.0% | 0.004 | 10 |"
     )
     assert rows[1] == "| failed | native.zero data=2 | gpt, fp32 | - | - | - | - | - | - |"
-    assert "- native.zero data=2: fedcba98: no | memory" in page
+    assert "- native.zero data=2: fedcba98: no \\| memory" in page
 
 
 def test_a_terminal_shows_the_same() -> None:

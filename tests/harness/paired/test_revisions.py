@@ -190,7 +190,7 @@ def test_the_history_nominates_and_the_pairs_decide(project: Path, elsewhere: Pa
     ]
     checked = check([run for run in runs if run.suite_run == runs[-1].suite_run], runs, Accepted())
     assert [case.verdict for case in checked.cases] == ["regressed", "regressed"]
-    confirmed = confirm(checked, cases, project, tell=print)
+    confirmed = confirm(checked, cases, project, machine_of=None, tell=print)
     told = {case.run.implementation: (case.verdict, case.time and case.time.text) for case in confirmed.cases}
     assert told["native.ddp"][0] == "regressed"
     assert "; confirmed: +" in str(told["native.ddp"][1])

@@ -9,7 +9,7 @@ import numpy as np
 
 from harness.regression.history import CaseRun
 
-FIRST_NIGHT = 1_893_456_000.0
+FIRST_NIGHT = 1_735_689_600.0
 DAY = 86_400.0
 BYTES = "communication.bytes_per_step"
 

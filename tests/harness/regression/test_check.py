@@ -12,17 +12,18 @@ from harness.regression import check_report
 from harness.regression.acceptance import accept
 from harness.regression.accepted_values import Accepted
 from harness.regression.check import Check, check
-from harness.regression.history import CaseRun, latest_suite_run
+from harness.regression.history import CaseRun
 from tests.harness.regression.nights import BYTES, DAY, FIRST_NIGHT, case_run, nights
 
 PLACE = ("native.ddp-data2-0", "cpu")
 ACCEPTED = Accepted(values={PLACE: {BYTES: 1000.0}})
+NOW = FIRST_NIGHT + 100 * DAY
 SLOWER = [1.0] * 20 + [1.1] * 8
 
 
 def checked(runs: list[CaseRun], accepted: Accepted = ACCEPTED) -> Check:
     """The check of the last night among the runs."""
-    last = latest_suite_run(runs)
+    last = max(runs, key=lambda run: run.started).suite_run
     return check([run for run in runs if run.suite_run == last], runs, accepted)
 
 
@@ -135,11 +136,18 @@ def test_cases_that_have_gone_are_counted() -> None:
 def test_accepting_a_slowdown_makes_it_the_baseline() -> None:
     runs = nights(SLOWER)
     judged = checked(runs)
-    accepted, lines = accept(judged.cases, ACCEPTED)
+    accepted, lines = accept(judged.cases, ACCEPTED, NOW)
     assert accepted.times == {PLACE: FIRST_NIGHT + 27 * DAY}
     assert accepted.values == ACCEPTED.values
     assert [line.partition(" (")[0] for line in lines] == ["native.ddp data=2: accepted_time smoke-27"]
     assert only(checked(runs, accepted)) == ("ok", "")
+
+
+def test_accepting_a_night_that_is_dated_ahead_accepts_no_slowdown_of_later_nights() -> None:
+    runs = nights(SLOWER)
+    judged = checked([*runs[:-1], replace(runs[-1], started=NOW + 1000 * DAY)])
+    accepted, _ = accept(judged.cases, ACCEPTED, NOW)
+    assert accepted.times == {PLACE: NOW}
 
 
 def test_accepting_takes_over_what_is_new_or_has_moved_and_nothing_else() -> None:
@@ -151,7 +159,7 @@ def test_accepting_takes_over_what_is_new_or_has_moved_and_nothing_else() -> Non
     before = Accepted(values={PLACE: {BYTES: 1000.0, peak: 1000.0}, ("other", "cpu"): {BYTES: 7.0}})
     judged = checked(runs, before)
     assert any(note.startswith("1 with exact figures that nothing is held against yet") for note in judged.notes)
-    accepted, lines = accept(judged.cases, before)
+    accepted, lines = accept(judged.cases, before, NOW)
     assert accepted.values == {
         PLACE: {BYTES: 900.0, peak: 1000.0, "communication.calls_per_step": 3.0},
         ("other", "cpu"): {BYTES: 7.0},
@@ -160,12 +168,12 @@ def test_accepting_takes_over_what_is_new_or_has_moved_and_nothing_else() -> Non
         f"native.ddp data=2: {BYTES} 1,000 -> 900",
         "native.ddp data=2: communication.calls_per_step - -> 3",
     ]
-    assert accept(checked(runs, accepted).cases, accepted) == (accepted, [])
+    assert accept(checked(runs, accepted).cases, accepted, NOW) == (accepted, [])
 
 
 def test_a_case_that_failed_cannot_be_accepted() -> None:
     judged = checked([*nights([1.0] * 25), case_run(25, status="parity failed", metrics={BYTES: 1.0})])
-    assert accept(judged.cases, ACCEPTED) == (ACCEPTED, [])
+    assert accept(judged.cases, ACCEPTED, NOW) == (ACCEPTED, [])
 
 
 def test_the_reports_say_the_same() -> None:
@@ -173,18 +181,18 @@ def test_the_reports_say_the_same() -> None:
     runs = [*nights(SLOWER), *nights([1.0] * 28, case_id="other", name="torch.ddp data=2", workload=markup)]
     judged = checked(runs)
     page = check_report.markdown(judged)
-    assert page.startswith("**RED: smoke-27: 1 regressed, 1 ok**\n\n| verdict | case | workload | why |\n")
-    assert "| regressed | native.ddp data=2 | gpt, fp32 | step time: 10." in page
+    assert page.startswith("**RED: smoke-27: 1 regressed (by history), 1 ok**\n\n| verdict | case | workload | why |\n")
+    assert "| regressed (by history) | native.ddp data=2 | gpt, fp32 | step time: 10." in page
     assert "torch.ddp" not in page, "what is ok is counted only"
     console = Console(width=200, file=io.StringIO())
     with console.capture() as captured:
         console.print(check_report.text(judged))
     shown = captured.get()
     assert markup in shown
-    assert "RED: smoke-27: 1 regressed, 1 ok" in shown
+    assert "RED: smoke-27: 1 regressed (by history), 1 ok" in shown
     data = check_report.to_json(judged)
     assert (data["red"], data["suite_run"]) == (True, "smoke-27")
     (first, _) = data["cases"]
     assert (first["verdict"], first["findings"][-1]["since"], first["accept"]) == ("regressed", "smoke-20", True)
     escaped = checked([replace(run, workload=markup) for run in nights(SLOWER)])
-    assert r"x \| [bold]<b>" in check_report.markdown(escaped)
+    assert r"x \| \[bold\]\<b\>" in check_report.markdown(escaped)

@@ -11,9 +11,11 @@ import pytest
 from harness.case import Case
 from harness.layout import Layout
 from harness.paired.in_turns import ComparedCase, ComparedVerdict
+from harness.regression import check_report
 from harness.regression.accepted_values import Accepted
 from harness.regression.check import Check, check
-from harness.regression.confirmation import _said, confirm
+from harness.regression.check_report import shown
+from harness.regression.confirmation import _said, confirm, this_machine
 from harness.regression.history import CaseRun
 from harness.regression.paired_comparison import Comparison
 from harness.regression.verdicts import Finding
@@ -55,20 +57,49 @@ def test_what_the_code_cannot_have_done_is_not() -> None:
     assert commits(checked(moved()[:20])) is None, "nothing has moved"
 
 
+def notes(judged: Check, at_hand: dict[str, Case], machine: str | None = None) -> list[str]:
+    """What is said of what was not timed, on a machine of that fingerprint; the verdict stays history's."""
+    machine_of = None if machine is None else lambda device: machine
+    confirmed = confirm(judged, at_hand, Path(__file__).parent, machine_of=machine_of, tell=print)
+    (case,) = confirmed.cases
+    assert (case, confirmed.is_red) == (judged.cases[0], True)
+    assert shown(case) == "regressed (by history)"
+    return [note for note in confirmed.notes if "in turns" in note]
+
+
+def test_what_cannot_be_timed_stays_as_the_history_says() -> None:
+    (note,) = notes(checked(moved()), {CASE.id: CASE})
+    assert note.startswith("1 not timed in turns: 00000013: expected a revision of ")
+    assert notes(checked(moved()), {}) == [
+        "1 not timed in turns: suite smoke is not at hand, or has no such case",
+    ]
+
+
+def test_another_machine_than_the_historys_is_left_alone_unless_it_is_asked_for() -> None:
+    assert notes(checked(moved()), {CASE.id: CASE}, "m2") == [
+        "1 not timed in turns: this machine is m2, the history is that of m1"
+    ]
+    (note,) = notes(checked(moved()), {CASE.id: CASE}, "m1")
+    assert "expected a revision" in note, "here it would have been timed"
+    assert len(this_machine()("cpu")) == 12
+
+
 @pytest.mark.parametrize(
-    ("at_hand", "expected"),
+    ("runs", "why"),
     [
-        ({CASE.id: CASE}, "; not timed in turns: 00000013: expected a revision of"),
-        ({}, "; not timed in turns: suite smoke is not at hand, or has no such case"),
+        ([replace(run, commit="c0ffee00d") for run in moved()], "both nights ran c0ffee00"),
+        ([replace(run, commit="") for run in moved()], "the commit of smoke-19 is not known"),
+        ([*moved()[:-1], replace(moved()[-1], dirty=True)], "smoke-27 ran with local changes to 0000001b"),
     ],
 )
-def test_what_cannot_be_timed_stays_as_the_history_says(at_hand: dict[str, Case], expected: str) -> None:
-    judged = checked(moved())
-    confirmed = confirm(judged, at_hand, Path(__file__).parent, tell=print)
-    (case,) = confirmed.cases
-    assert (case.verdict, confirmed.is_red) == ("regressed", True)
-    assert case.time is not None
-    assert expected in case.time.text
+def test_without_two_commits_it_says_why(runs: list[CaseRun], why: str) -> None:
+    assert notes(checked(runs), {CASE.id: CASE}, "m1") == [f"1 not timed in turns: {why}"]
+
+
+def test_another_version_of_a_library_is_no_commit() -> None:
+    runs = [replace(run, implementation="deepspeed.zero") for run in moved(deepspeed="0.20.0")]
+    (note,) = notes(checked(runs), {CASE.id: CASE})
+    assert "deepspeed is another version; `meshmark compare --peer` times two of them" in note
 
 
 @pytest.mark.parametrize(
@@ -78,7 +109,6 @@ def test_what_cannot_be_timed_stays_as_the_history_says(at_hand: dict[str, Case]
         ("ok", COMPARISON, ("suspect", "slower; not confirmed: +12.3% (+9.8% to +14.9%) in 10 pairs")),
         ("improved", COMPARISON, ("suspect", "slower; not confirmed: +12.3% (+9.8% to +14.9%) in 10 pairs")),
         ("failed", None, ("failed", "slower; in turns it fails: no memory")),
-        ("not compared", None, ("regressed", "slower; not timed in turns: no memory")),
     ],
 )
 def test_what_the_pairs_say_decides(
@@ -88,3 +118,21 @@ def test_what_the_pairs_say_decides(
     compared = ComparedCase(case=CASE, verdict=verdict, reason="no memory", comparison=comparison, a=(), b=())
     said = _said(finding, compared)
     assert (said.verdict, said.text) == expected
+    assert said.confirmed == {"regressed": True, "suspect": False}.get(said.verdict)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "word"), [("regressed", "regressed (confirmed)"), ("ok", "suspect (not confirmed)")]
+)
+def test_what_was_confirmed_reads_otherwise_than_what_was_not(verdict: ComparedVerdict, word: str) -> None:
+    judged = checked(moved())
+    (case,) = judged.cases
+    assert shown(case) == "regressed (by history)"
+    assert case.time is not None
+    compared = ComparedCase(case=CASE, verdict=verdict, comparison=COMPARISON, a=(), b=())
+    after = replace(judged, cases=(replace(case, findings=(_said(case.time, compared),)),))
+    assert shown(after.cases[0]) == word
+    assert f"1 {word}" in check_report.summary(after)
+    assert f"| {word} |" in check_report.markdown(after)
+    fewer = replace(judged, cases=(replace(case, findings=(*case.findings, replace(case.time, figure="loss"))),))
+    assert shown(fewer.cases[0]) == "regressed", "an exact figure is worse as well, which needs no pairs"

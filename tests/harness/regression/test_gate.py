@@ -17,7 +17,7 @@ from harness.regression import gate
 from harness.regression.history import from_results, from_store
 from harness.result import Result, append, read
 
-NIGHT = 1_893_456_000.0
+NIGHT = 1_735_689_600.0
 BYTES = "communication.bytes_per_step"
 ENVIRONMENT = {
     "device": {"kind": "cpu"},
@@ -85,7 +85,7 @@ def test_a_run_is_the_same_from_the_store_and_from_its_directory() -> None:
 
 def test_from_the_first_night_to_an_accepted_change(capsys: pytest.CaptureFixture[str]) -> None:
     first = uploaded(1)
-    assert cli.main(["check", "--confirm"]) == 0, "nothing is nominated"
+    assert cli.main(["check"]) == 0, "nothing is nominated"
     shown = capsys.readouterr().out
     assert "insufficient data" in shown
     assert "1 with exact figures that nothing is held against yet" in shown
@@ -117,6 +117,29 @@ def test_from_the_first_night_to_an_accepted_change(capsys: pytest.CaptureFixtur
     page = capsys.readouterr().out
     assert page.startswith("**RED: smoke-3: 1 parity failed**")
     assert "gradients are not reduced" in page
+
+
+def test_a_night_that_is_dated_ahead_hides_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ten years: the clock of a new machine, once."""
+    ahead = NIGHT + 10 * 365 * 86_400
+    uploaded(1)
+    uploaded(9, started=ahead)
+    uploaded(2)
+    assert cli.main(["check", "--format", "json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["suite_run"] == "smoke-2"
+    (note,) = (note for note in data["notes"] if "ahead" in note)
+    assert "passed over: smoke-9 (2034-12-30 00:00 UTC); --suite-run" in note
+
+    assert cli.main(["check", "--suite-run", "smoke-9"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "smoke-9 is dated 2034-12-30 00:00 UTC, ahead of this machine's clock" in shown
+    assert cli.main(["check", "--suite-run", "smoke-1"]) == 0
+    assert "ahead" not in capsys.readouterr().out, "nothing was passed over"
+
+    only_ahead = results_of(10, started=ahead)
+    assert cli.main(["check", "--results", str(only_ahead)]) == 0
+    assert "smoke-10 is dated" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

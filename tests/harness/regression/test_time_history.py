@@ -67,6 +67,14 @@ def test_a_creep_in_two_steps_counts_from_its_beginning() -> None:
     assert change.shift == pytest.approx(0.06, abs=0.005)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_three_nights_that_came_and_went_are_not_where_a_later_slowdown_began(seed: int) -> None:
+    """The level was the old one in between; it is as slow since night 46."""
+    change = last_night(nights((20, 1.0), (3, 1.2), (23, 1.0), (8, 1.1), seed=seed))
+    assert (change.verdict, change.since) == ("regressed", 46)
+    assert change.shift == pytest.approx(0.1, abs=0.005)
+
+
 def test_what_was_accepted_is_the_baseline() -> None:
     slower = nights((40, 1.0), (20, 1.1))
     assert last_night(slower, accepted=39).verdict == "regressed"

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from base64 import b64encode
@@ -41,50 +42,58 @@ def unprivileged() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def postgres(directory: Path) -> Iterator[str]:
-    """A cluster of its own in `directory`; yields the URI of its server, to which a database's name is added."""
+def postgres(log: Path) -> Iterator[str]:
+    """A cluster of its own, in a directory of its own; yields the URI of its server, to which a database's name is
+    added. What it says goes to `log`."""
     commands = postgres_commands()
     assert commands is not None
-    data, port, password = directory / "data", free_port(), secrets.token_hex(8)
-    directory.mkdir()
-    secret = directory / "password"
-    secret.write_text(password)
     given = unprivileged()
-    if given:
-        for path in (directory, secret):
-            shutil.chown(path, given["user"])
-        # Whoever runs the tests made the directories above for himself alone.
-        for parent in directory.parents:
-            if parent.stat().st_uid == os.geteuid() and not parent.stat().st_mode & 0o001:
-                parent.chmod(parent.stat().st_mode | 0o011)
-    initialise = [commands / "initdb", "--pgdata", data, "--username", "meshmark", "--pwfile", secret]
-    subprocess.run(
-        [*initialise, "--auth", "scram-sha-256", "--no-sync"], check=True, capture_output=True, timeout=60, **given
-    )
-    settings = ("-c", "listen_addresses=127.0.0.1", "-c", "unix_socket_directories=", "-c", "fsync=off")
-    with (
-        (directory.parent / "postgres.log").open("w") as log,
-        subprocess.Popen(
-            [commands / "postgres", "-D", data, "-p", str(port), *settings],
-            stdout=subprocess.DEVNULL,
-            stderr=log,
-            start_new_session=True,
-            preexec_fn=end_with_parent,  # noqa: PLW1509  nothing else ends it with a test that is killed
+    # Not among pytest's directories: they are for whoever runs the tests alone, and each pytest that starts on the
+    # machine makes sure of that, while another one's cluster is in use.
+    with tempfile.TemporaryDirectory(prefix="meshmark-postgres-") as name:
+        directory = Path(name)
+        data, port, password = directory / "data", free_port(), secrets.token_hex(8)
+        secret = directory / "password"
+        secret.write_text(password)
+        if given:
+            for path in (directory, secret):
+                shutil.chown(path, given["user"])
+        initialise = [commands / "initdb", "--pgdata", data, "--username", "meshmark", "--pwfile", secret]
+        made = subprocess.run(
+            [*initialise, "--auth", "scram-sha-256", "--no-sync"],
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=_START_SECONDS,
+            cwd=directory,
             **given,
-        ) as process,
-    ):
-        try:
-            place = f"meshmark:{password}@127.0.0.1:{port}"
-            _until(process, lambda: _answers(port))
-            for database in ("tracking", "users"):
-                _create_database(f"postgresql://{place}/postgres", database)
-            yield f"postgresql+psycopg2://{place}"  # without the driver's name SQLAlchemy 2.1 looks for psycopg 3
-        finally:
-            process.send_signal(signal.SIGINT)  # a fast shutdown: it does not wait for clients
+        )
+        assert made.returncode == 0, made.stderr
+        settings = ("-c", "listen_addresses=127.0.0.1", "-c", "unix_socket_directories=", "-c", "fsync=off")
+        with (
+            log.open("w") as output,
+            subprocess.Popen(
+                [commands / "postgres", "-D", data, "-p", str(port), *settings],
+                stdout=subprocess.DEVNULL,
+                stderr=output,
+                cwd=directory,
+                start_new_session=True,
+                preexec_fn=end_with_parent,  # noqa: PLW1509  nothing else ends it with a test that is killed
+                **given,
+            ) as process,
+        ):
             try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
+                place = f"meshmark:{password}@127.0.0.1:{port}"
+                _until(process, lambda: _answers(port), log)
+                for database in ("tracking", "users"):
+                    _create_database(f"postgresql://{place}/postgres", database)
+                yield f"postgresql+psycopg2://{place}"  # without the driver's name SQLAlchemy 2.1 looks for psycopg 3
+            finally:
+                process.send_signal(signal.SIGINT)  # a fast shutdown: it does not wait for clients
+                try:
+                    process.wait(30)
+                except subprocess.TimeoutExpired:
+                    process.kill()
 
 
 def _create_database(uri: str, name: str) -> None:

@@ -50,7 +50,7 @@ suite = Suite(
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("server")
-    with postgres(directory / "postgres") as database, mlflow_server(directory / "mlflow", database) as started:
+    with postgres(directory / "postgres.log") as database, mlflow_server(directory / "mlflow", database) as started:
         started.add_user(NAME, PASSWORD)
         yield started
 
