@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
+from collections.abc import Sequence
 
 from harness import report, submit, suite_run
 from harness.case import Suite
 from harness.result import RESULTS_FILE, Result, read
 
 
-def execute(suite: Suite, job: submit.Job, *, as_json: bool, upload: bool) -> int:
-    """Submits the job and follows it; the exit code is that of `run` where it could run."""
+def execute(suite: Suite, job: submit.Job, *, as_json: bool, upload: bool, again: Sequence[str]) -> int:
+    """Submits the job and follows it; the exit code is that of `run` where it could run. `again` is the command that
+    goes on with what is missing."""
+    hint = f"; to go on: {shlex.join(again)}"
     said = sys.stderr if as_json else sys.stdout
 
     def say(text: str) -> None:
@@ -31,12 +35,16 @@ def execute(suite: Suite, job: submit.Job, *, as_json: bool, upload: bool) -> in
                 lambda state: say(f"job {number}: {state.name}{_because(state)}"),
                 lambda result: say(_line(result)),
             )
-    except KeyboardInterrupt:
-        submit.cancel(number)
+    except KeyboardInterrupt as interrupt:
+        try:
+            submit.cancel(number)
+            end = "is cancelled"
+        except (OSError, ValueError) as error:
+            end = f"could not be cancelled ({error})"
         print(
-            f"meshmark: interrupted, job {number} is cancelled; what is finished is in {job.directory}", file=sys.stderr
+            f"meshmark: interrupted, job {number} {end}; what is finished is in {job.directory}{hint}", file=sys.stderr
         )
-        return suite_run.INTERRUPTED
+        return suite_run.exit_code_of(interrupt)
     if not (job.directory / RESULTS_FILE).is_file():
         output = job.directory / submit.OUTPUT_FILE
         print(
@@ -48,7 +56,7 @@ def execute(suite: Suite, job: submit.Job, *, as_json: bool, upload: bool) -> in
     code = suite_run.show_and_record(results, job.directory, as_json=as_json, upload=upload)
     if len(results) < len(suite.cases):
         print(
-            f"meshmark: job {number} ended as {ended.name} with {len(results)} of {len(suite.cases)} cases",
+            f"meshmark: job {number} ended as {ended.name} with {len(results)} of {len(suite.cases)} cases{hint}",
             file=sys.stderr,
         )
         return 1

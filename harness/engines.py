@@ -54,8 +54,12 @@ class Engine(Protocol):
     emulates: bool
     shares_files: bool
 
+    def fewest_nodes(self, world_size: int) -> int:
+        """Nodes that so many ranks take at least."""
+        ...
+
     def placed(self, case: Case) -> Case:
-        """The case on the machines that this engine would give it. ValueError where it cannot have them."""
+        """The case on the machines that this engine would give it."""
         ...
 
     def unavailable(self, case: Case) -> str | None:
@@ -70,6 +74,9 @@ class Local:
 
     emulates = True
     shares_files = False
+
+    def fewest_nodes(self, world_size: int) -> int:
+        return 1
 
     def placed(self, case: Case) -> Case:
         return case
@@ -102,14 +109,16 @@ class Torchrun:
         self._within_slurm = within_slurm
         self._pods = pods
 
+    def fewest_nodes(self, world_size: int) -> int:
+        """That share the ranks evenly."""
+        fewest = -(-world_size // self._ranks_per_node)
+        return next(number for number in range(fewest, world_size + 1) if world_size % number == 0)
+
     def placed(self, case: Case) -> Case:
-        """On the fewest nodes that share its ranks evenly; a case that names its own topology keeps it."""
+        """A case that names its own topology keeps it."""
         if case.topology is not None:
             return case
-        size = case.world_size
-        fewest = -(-size // self._ranks_per_node)
-        num_nodes = next(number for number in range(fewest, size + 1) if size % number == 0)
-        return replace(case, topology=Topology.of(size, num_nodes))
+        return replace(case, topology=Topology.of(case.world_size, self.fewest_nodes(case.world_size)))
 
     def unavailable(self, case: Case) -> str | None:
         topology = case.placed
@@ -151,7 +160,7 @@ def load(name: Name, ranks_per_node: int | None) -> Engine:
     """ValueError where an engine lacks what it needs."""
     if name == "local":
         if ranks_per_node is not None:
-            raise ValueError("--ranks-per-node: expected with --engine torchrun or srun only, got --engine local")
+            raise ValueError("--ranks-per-node: expected with an engine other than local only, got --engine local")
         return Local()
     if ranks_per_node is None or ranks_per_node < 1:
         raise ValueError(f"--engine {name}: expected --ranks-per-node of at least 1, got {ranks_per_node}")
@@ -164,7 +173,7 @@ def load(name: Name, ranks_per_node: int | None) -> Engine:
 
 
 def place(suite: Suite, engine: Engine) -> Suite:
-    """The suite on the machines of the engine. ValueError as `placed`."""
+    """The suite on the machines of the engine."""
     return replace(suite, cases=tuple(engine.placed(case) for case in suite.cases))
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from harness import scratch
 from harness.case import Case
 from harness.engines import Engine, Start
 from harness.launch.emulated import EmulatedNodes
@@ -47,10 +47,8 @@ def measure(
     with ExitStack() as stack:
         nodes = stack.enter_context(EmulatedNodes(topology)) if emulated else None
         shared = Path.cwd() if engine.shares_files else None
-        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="meshmark-links-", dir=shared))
-        start = Start(
-            case=case, directory=Path(directory), weights=None, device=device, instrumented=False, nodes=nodes
-        )
+        directory = stack.enter_context(scratch.directory(shared))
+        start = Start(case=case, directory=directory, weights=None, device=device, instrumented=False, nodes=nodes)
         ranks = stack.enter_context(engine.launch(start))
         environment = ranks.command("environment")[0]
         for operation in operations:

@@ -66,6 +66,11 @@ class Job:
                 raise ValueError(
                     f"--{name.replace('_', '-').replace('num-', '')} must be at least 1, got {getattr(self, name)}"
                 )
+        if self.limit_seconds <= 0:  # Slurm takes 0 for no limit at all
+            raise ValueError(f"--minutes must be at least 1, got {self.limit_seconds / 60:g}")
+        for option in self.extra:
+            if not option.startswith("-") or len(option.splitlines()) != 1:
+                raise ValueError(f"--sbatch: expected an option such as --gres=gpu:8, got {option!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,29 +95,31 @@ def limit_seconds(suite: Suite) -> float:
     return sum(_LAUNCHES_OF_A_CASE * case.deadline_seconds for case in suite.cases) + _BESIDE_CASES_SECONDS
 
 
-def script(job: Job, *, python: str = sys.executable, checkout: Path | None = None) -> str:
-    """The text for sbatch: one task a node, which is torchrun's agent; all of the node's processors are its."""
-    where = checkout or Path(__file__).resolve().parent.parent
+def script(job: Job, *, python: str = sys.executable, checkout: Path | None = None, where: Path | None = None) -> str:
+    """The text for sbatch: one task a node, which is torchrun's agent; all of the node's processors are its. The suite
+    and what it names are found from `where`, by default here, as `meshmark run` finds them."""
+    checkout = checkout or Path(__file__).resolve().parent.parent
     options = {
         "job-name": job.name,
         "nodes": str(job.num_nodes),
         "ntasks-per-node": "1",
         "exclusive": None,
         "time": str(-(-round(job.limit_seconds) // 60)),  # minutes
-        "output": str(job.directory / OUTPUT_FILE),
+        "output": str(job.directory / OUTPUT_FILE).replace("%", "%%"),  # %j would be the job's number
         "partition": job.partition,
         "account": job.account,
     }
     lines = ["#!/bin/bash"]
     lines += [
-        f"#SBATCH --{name}" + ("" if value is None else f"={value}")
+        f"#SBATCH --{name}" + ("" if value is None else f"={shlex.quote(value)}")
         for name, value in options.items()
         if value is not None or name == "exclusive"
     ]
     lines += [f"#SBATCH {option}" for option in job.extra]
     lines += [
         "set -euo pipefail",
-        f"cd {shlex.quote(str(where))}",
+        f"cd {shlex.quote(str(where or Path.cwd()))}",
+        f'export PYTHONPATH={shlex.quote(str(checkout))}"${{PYTHONPATH:+:$PYTHONPATH}}"',
         f"exec {shlex.join([python, '-m', 'harness', *job.command])}",
     ]
     return "\n".join(lines) + "\n"
@@ -143,14 +150,15 @@ def state(number: str) -> State:
 def follow(job: Job, number: str, on_state: Callable[[State], None], on_result: Callable[[Result], None]) -> State:
     """Until the job has ended: its states as they change and its results as they come. One that has not ended by its
     limit and a little more is cancelled, whatever Slurm believes of it: its nodes may never have come up."""
-    seen: set[str] = set()
+    seen: set[tuple[str, float]] = set()
+    list(_new_results(job.directory, seen))  # of the run that this one resumes
     last: State | None = None
     started: float | None = None
     heard = time.monotonic()
     while True:
         try:
             now, heard = state(number), time.monotonic()
-        except ValueError as error:  # a controller that is restarted says nothing for a while, and the job goes on
+        except (OSError, ValueError) as error:  # a controller that is restarted is silent, and the job goes on
             if time.monotonic() - heard > _SILENCE_SECONDS:
                 return State(name="GONE", reason=str(error))
             time.sleep(_POLL_SECONDS)
@@ -163,27 +171,36 @@ def follow(job: Job, number: str, on_state: Callable[[State], None], on_result: 
         if now.has_ended:
             return now
         if now.is_waiting and now.reason in _NEVER:
-            cancel(number)
-            return State(name="CANCELLED", reason=f"{now.reason}: it can never start")
+            return State(name="CANCELLED", reason=f"{now.reason}: it can never start{_cancelled(number)}")
         if started is None and not now.is_waiting:
             started = time.monotonic()
         if started is not None and time.monotonic() - started > job.limit_seconds + _GRACE_SECONDS:
-            cancel(number)
-            return State(name="DEADLINE", reason=f"{now.name} for more than its limit of {job.limit_seconds:.0f} s")
+            late = f"{now.name} for more than its limit of {job.limit_seconds:.0f} s"
+            return State(name="DEADLINE", reason=late + _cancelled(number))
         time.sleep(_POLL_SECONDS)
 
 
 def cancel(number: str) -> None:
-    """Ends the job. ValueError with what scancel says."""
+    """Ends the job. OSError or ValueError with what scancel says."""
     _run(["scancel", number])
 
 
-def _new_results(directory: Path, seen: set[str]) -> Iterator[Result]:
+def _cancelled(number: str) -> str:
+    """Ends the job; nothing to add, or why that failed."""
+    try:
+        cancel(number)
+    except (OSError, ValueError) as error:
+        return f"; it could not be cancelled: {error}"
+    return ""
+
+
+def _new_results(directory: Path, seen: set[tuple[str, float]]) -> Iterator[Result]:
+    """Those not `seen` yet, by case and start."""
     if not (directory / RESULTS_FILE).is_file():
         return
     for result in read(directory):
-        if result.case.id not in seen:
-            seen.add(result.case.id)
+        if (result.case.id, result.started) not in seen:
+            seen.add((result.case.id, result.started))
             yield result
 
 

@@ -100,7 +100,7 @@ def execute(
         return 1
     except KeyboardInterrupt as interrupt:
         print(f"meshmark: interrupted, what is finished is in {directory}{hint}", file=sys.stderr)
-        return TERMINATED if isinstance(interrupt, _Terminated) else INTERRUPTED
+        return exit_code_of(interrupt)
     # A resumed run of some cases shows those of the directory that it left alone, too.
     chosen = {result.case.id for result in returned}
     found = [*returned, *(result for result in read(directory) if result.case.id not in chosen)]
@@ -122,6 +122,11 @@ def show_and_record(found: Sequence[Result], directory: Path, *, as_json: bool, 
     if upload:
         print(_upload(directory), file=sys.stderr if as_json else sys.stdout)
     return 0 if report.is_success(found) else 1
+
+
+def exit_code_of(interrupt: KeyboardInterrupt) -> int:
+    """As a shell's, by the signal."""
+    return TERMINATED if isinstance(interrupt, _Terminated) else INTERRUPTED
 
 
 @contextmanager

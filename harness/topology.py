@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 Placement = Literal["contiguous", "scattered", "tensor_inside_node", "shard_group_inside_node"]
+_LEAST_MBITS, _MOST_MBITS = 1.0, 1e7  # on a slower one a calibration takes minutes; no machine's is faster
+_MOST_DELAY_MS = 10_000.0  # ranks would not have joined by then, see harness/launch/timeouts.py
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +34,12 @@ class Topology:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"topology: {name} must be a positive integer, got {value!r}")
-        if self.link_mbits is not None and not self.link_mbits > 0:
-            raise ValueError(f"topology: link_mbits must be above 0, got {self.link_mbits!r}")
-        if not self.delay_ms >= 0:
-            raise ValueError(f"topology: delay_ms must be 0 or more, got {self.delay_ms!r}")
+        if self.link_mbits is not None and not _is_within(self.link_mbits, _LEAST_MBITS, _MOST_MBITS):
+            raise ValueError(
+                f"topology: link_mbits must be from {_LEAST_MBITS:g} to {_MOST_MBITS:g}, got {self.link_mbits!r}"
+            )
+        if not _is_within(self.delay_ms, 0.0, _MOST_DELAY_MS):
+            raise ValueError(f"topology: delay_ms must be from 0 to {_MOST_DELAY_MS:g}, got {self.delay_ms!r}")
         if self.num_nodes == 1 and (self.link_mbits is not None or self.delay_ms):
             raise ValueError(
                 f"topology: one node has no link to another, got link_mbits {self.link_mbits}, delay_ms {self.delay_ms}"
@@ -54,3 +58,8 @@ class Topology:
         delay = f" +{self.delay_ms:g} ms" if self.delay_ms else ""
         placement = "" if self.placement == "contiguous" else f" {self.placement}"
         return f"{self.num_nodes}x{self.ranks_per_node}{link}{delay}{placement}"
+
+
+def _is_within(value: Any, least: float, most: float) -> bool:
+    """Whether it is a number in that range; a suite may hold anything."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -18,7 +19,13 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 def links(
     *,
     ranks: Annotated[int, count("Ranks in all.")] = 2,
-    nodes: Annotated[int, count("Nodes that the ranks are spread over; emulated on this machine.")] = 1,
+    nodes: Annotated[
+        int | None,
+        count(
+            "Nodes that the ranks are spread over, emulated on this machine by the engine local. By default the fewest "
+            "that take them."
+        ),
+    ] = None,
     link_mbits: Annotated[
         float | None, typer.Option(metavar="MBITS", help="The rate of each emulated node's link; unshaped by default.")
     ] = None,
@@ -54,7 +61,7 @@ def links(
     """
     with bad_input():
         sizes_bytes = (_bytes("--smallest", smallest), _bytes("--largest", largest))
-    from harness import engines, link_table, measured_links, validation
+    from harness import engines, link_table, measured_links, suite_run, validation
     from harness.launch.failure import LaunchFailed
     from harness.topology import Topology
 
@@ -68,21 +75,27 @@ def links(
         sizes = link_table.sizes_between(*sizes_bytes, factor)
         if unknown := [name for name in operation or () if name not in link_table.OPERATIONS]:
             raise ValueError(f"--operation: expected one of {', '.join(link_table.OPERATIONS)}, got {unknown[0]!r}")
-        if not out.parent.is_dir():
-            raise ValueError(f"--out {out}: expected a file in a directory that exists")
-        topology = Topology.of(ranks, nodes, link_mbits=link_mbits, delay_ms=delay_ms)
+        if out.is_dir() or not os.access(out.parent, os.W_OK):
+            raise ValueError(f"--out {out}: expected a file in a directory that exists and can be written to")
+        starter = engines.load(engine, ranks_per_node)
+        num_nodes = starter.fewest_nodes(ranks) if nodes is None else nodes
+        topology = Topology.of(ranks, num_nodes, link_mbits=link_mbits, delay_ms=delay_ms)
         try:
-            table = measured_links.measure(
-                topology,
-                [name for name in link_table.OPERATIONS if not operation or name in operation],
-                sizes,
-                engine=engines.load(engine, ranks_per_node),
-                device=device,
-                on_progress=show,
-            )
+            with suite_run.termination_interrupts():
+                table = measured_links.measure(
+                    topology,
+                    [name for name in link_table.OPERATIONS if not operation or name in operation],
+                    sizes,
+                    engine=starter,
+                    device=device,
+                    on_progress=show,
+                )
         except LaunchFailed as failure:
             print(f"meshmark: links: {one_line(failure.reason or failure.status)}", file=sys.stderr)
             raise typer.Exit(1) from None
+        except KeyboardInterrupt as interrupt:
+            print("meshmark: links: interrupted, nothing is kept", file=sys.stderr)
+            raise typer.Exit(suite_run.exit_code_of(interrupt)) from None
         link_table.write(table, out)
     if as_json:
         print(json.dumps(table.to_json(), indent=1, allow_nan=False))

@@ -104,6 +104,7 @@ def submit(
         typer.Option(metavar="OPTION", help="Another option for sbatch, --gres=gpu:8 say; may be repeated."),
     ] = None,
     results: ResultsOption = None,
+    resume: Annotated[bool, typer.Option("--resume", help="As for `meshmark run`.")] = False,
     device: Annotated[Literal["cpu", "cuda"], typer.Option("--device", help="Where to train.")] = "cpu",
     engine: Annotated[
         Literal["slurm", "kubernetes"],
@@ -112,11 +113,17 @@ def submit(
         ),
     ] = "slurm",
     image: Annotated[
-        str, typer.Option(help="For kubernetes: a container image in which `python -m harness` works.")
-    ] = "meshmark:latest",
+        str | None,
+        typer.Option(
+            help="For kubernetes: a container image in which `python -m harness` works; meshmark:latest by default."
+        ),
+    ] = None,
     runtime: Annotated[
-        str, typer.Option(help="For kubernetes: the ClusterTrainingRuntime, of the torch kind.")
-    ] = "torch-distributed",
+        str | None,
+        typer.Option(
+            help="For kubernetes: the ClusterTrainingRuntime, of the torch kind; torch-distributed by default."
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script, submit nothing.")] = False,
     as_json: JsonOption = False,
     no_upload: NoUploadOption = False,
@@ -139,14 +146,20 @@ def submit(
             )
         if engine == "kubernetes" and results is None:
             raise ValueError("--engine kubernetes: expected --results, a directory that all pods see; got none")
+        of_the_other = {"--partition": partition, "--account": account, "--sbatch": sbatch}
+        if engine == "slurm":
+            of_the_other = {"--image": image, "--runtime": runtime}
+        if misplaced := [name for name, value in of_the_other.items() if value is not None]:
+            raise ValueError(f"--engine {engine}: expected none of the other engine's options, got {misplaced[0]}")
         loaded = suites.load(suite)
         chosen = loaded if only is None else suites.select(loaded, only)
         validation.check(chosen.cases)
         given = results if dry_run and results else suite_run.directory_named(chosen.name)
-        directory = (given if dry_run else suite_run.directory_for(chosen.name, results, resume=False)).resolve()
+        directory = (given if dry_run else suite_run.directory_for(chosen.name, results, resume=resume)).resolve()
         command = ["run", suite, *(["--only", only] if only else []), "--device", device]
         command += ["--engine", "srun" if engine == "slurm" else "pods"]
         command += ["--ranks-per-node", str(ranks_per_node), "--results", str(directory), "--no-upload"]
+        command += ["--resume"] if resume else []
         job = batch.Job(
             name=f"meshmark-{chosen.name}",
             num_nodes=nodes,
@@ -159,10 +172,16 @@ def submit(
             extra=tuple(sbatch or ()),
         )
     if dry_run:
-        manifest = partial(train_job.manifest, job, image=image, runtime=runtime, device=device)
+        made_by = {"image": image or "meshmark:latest", "runtime": runtime or "torch-distributed"}
+        manifest = partial(train_job.manifest, job, **made_by, device=device)
         print(batch.script(job) if engine == "slurm" else manifest(), end="")
         raise typer.Exit
-    raise typer.Exit(batch_run.execute(chosen, job, as_json=as_json, upload=not no_upload))
+    named = {"--only": only, "--partition": partition, "--account": account, "--minutes": minutes}
+    again = ["meshmark", "submit", suite, "--nodes", str(nodes), "--ranks-per-node", str(ranks_per_node)]
+    again += [word for name, value in named.items() if value is not None for word in (name, str(value))]
+    again += [f"--sbatch={option}" for option in sbatch or ()]
+    again += [*(["--device", device] if device != "cpu" else []), "--results", str(directory), "--resume"]
+    raise typer.Exit(batch_run.execute(chosen, job, as_json=as_json, upload=not no_upload, again=again))
 
 
 def try_one(

@@ -6,6 +6,7 @@ that name in the network namespace of each, says `ready`, and ends with its inpu
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import select
@@ -49,13 +50,17 @@ def _relay(devices: Sequence[int], delay_seconds: float) -> None:
         if sys.stdin.fileno() in ready:
             return
         for device in ready:
-            packet = os.read(device, _MOST_BYTES)
+            try:
+                packet = os.read(device, _MOST_BYTES)
+            except BlockingIOError:  # a device that is taken down forgets what it has announced
+                continue
             target = of_address.get(packet[_DESTINATION])
             if target is not None:  # else the kernel's own multicasts, which nobody listens to
                 waiting.append((time.monotonic() + delay_seconds, target, packet))
         while waiting and waiting[0][0] <= time.monotonic():
             _, target, packet = waiting.popleft()
-            os.write(target, packet)
+            with contextlib.suppress(OSError):  # a link that is down loses what comes over it
+                os.write(target, packet)
 
 
 if __name__ == "__main__":

@@ -164,14 +164,18 @@ class EmulatedNodes:
 
     def _run(self, holder: subprocess.Popen[str], command: list[str], text: str = "") -> str:
         """A command in the holder's namespaces; what it prints."""
-        done = subprocess.run(
-            [*self._within_user(), "nsenter", "--net", "--target", str(holder.pid), *command],
-            input=text,
-            capture_output=True,
-            text=True,
-            timeout=_COMMAND_SECONDS,
-            check=False,
-        )
+        try:
+            done = subprocess.run(
+                [*self._within_user(), "nsenter", "--net", "--target", str(holder.pid), *command],
+                input=text,
+                capture_output=True,
+                text=True,
+                timeout=_COMMAND_SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            late = f"no answer within {_COMMAND_SECONDS:g} s"
+            raise OSError(f"{' '.join(command[:2])} in an emulated node: {late}") from error
         if done.returncode:
             raise OSError(f"{' '.join(command[:2])} in an emulated node: {done.stderr.strip() or done.stdout.strip()}")
         return done.stdout
@@ -193,6 +197,6 @@ def unavailable(topology: Topology) -> str | None:
 def _unavailable() -> str | None:
     try:
         EmulatedNodes(Topology(num_nodes=2, ranks_per_node=1, link_mbits=1000.0)).close()
-    except (OSError, subprocess.SubprocessError) as error:
+    except OSError as error:
         return f"nodes cannot be emulated here: {error}".splitlines()[0]
     return None

@@ -17,9 +17,10 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 
+from harness.launch.calls import Calls
 from harness.launch.failure import LaunchFailed
 from harness.launch.torchrun import Agent, start_here
 
@@ -81,10 +82,9 @@ class Pods:
         self.num_nodes, self.host = place.num_nodes, place.host
         self._call_seconds = call_seconds
         self._lines: dict[int, Connection] = {}
-        self._is_closed = False
-        self._listener = Listener((place.host, place.port), backlog=place.num_nodes, authkey=place.key.encode())
         self._called = threading.Condition()
-        threading.Thread(target=self._take_calls, daemon=True).start()
+        # On all of its addresses: to itself its name may mean 127.0.1.1.
+        self._calls = Calls(("", place.port), place.key, self._take_call, backlog=place.num_nodes)
 
     def start(self, node: int, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Agent:
         """Runs `command` in the pod of `node`, with these variables beside its own. LaunchFailed where that one does
@@ -101,27 +101,15 @@ class Pods:
 
     def close(self) -> None:
         """Lets the other pods go."""
+        self._calls.close()
         with self._called:
-            self._is_closed = True
             for line in self._lines.values():
                 line.close()
-        self._listener.close()
 
-    def _take_calls(self) -> None:
-        while True:
-            try:
-                line = self._listener.accept()
-                node = int(line.recv())
-            except Exception:  # closed; or else somebody without the key, or who hung up
-                if self._is_closed:
-                    return
-                continue
-            with self._called:
-                if self._is_closed:  # while this one called: nobody else would hang up
-                    line.close()
-                    return
-                self._lines[node] = line
-                self._called.notify_all()
+    def _take_call(self, node: int, line: Connection) -> None:
+        with self._called:
+            self._lines[node] = line
+            self._called.notify_all()
 
 
 def serve(place: Place, *, call_seconds: float = CALL_SECONDS) -> None:

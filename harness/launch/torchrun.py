@@ -18,17 +18,17 @@ import secrets
 import signal
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import Empty, Queue
 from typing import Any, Protocol
 
 from harness import scratch
 from harness.case import Case
+from harness.launch.calls import Calls
 from harness.launch.failure import Ending, LaunchFailed, first_failure
 from harness.launch.fork_server import RANK_ENVIRONMENT
 from harness.launch.timeouts import (
@@ -177,15 +177,13 @@ class TorchrunLaunch(Launch):
         self._topology = topology
         self._agents: list[Agent] = []
         key = secrets.token_hex(16)
-        self._is_closed = False
-        self._listener = _listener(host, topology.world_size, key)
-        self._calls: Queue[tuple[Hello, Connection]] = Queue()
-        threading.Thread(target=self._take_calls, daemon=True).start()
+        self._called: Queue[tuple[Hello, Connection]] = Queue()
+        self._calls = _calls(host, key, lambda *call: self._called.put(call), backlog=2 * topology.world_size)
         try:
             # Without a place for its logs torchrun leaves an empty directory among the temporary ones.
             places = {"PET_LOG_DIR": str(directory / "torchrun"), KEY_VARIABLE: key}
             environment = {**RANK_ENVIRONMENT, **places}
-            for number, command in enumerate(agents([RANK_MODULE, _written(self._listener.address)])):
+            for number, command in enumerate(agents([RANK_MODULE, _written(self._calls.address, host)])):
                 self._agents.append(start(number, command, self._agent_log(number), environment))
             lines = self._wait_for_ranks(join_seconds)
             placed = seats(Case.from_json(case).layout, topology)
@@ -212,23 +210,13 @@ class TorchrunLaunch(Launch):
             self.kill()
             raise
 
-    def _take_calls(self) -> None:
-        """Until the listener is closed: whoever calls with the right key, with what it says of itself."""
-        while True:
-            try:
-                line = self._listener.accept()
-                self._calls.put((line.recv(), line))
-            except Exception:  # closed; or else somebody without the key, or who hung up
-                if self._is_closed:
-                    return
-
     def _wait_for_ranks(self, join_seconds: float) -> dict[tuple[str, int, int], tuple[Hello, Connection]]:
         lines: dict[tuple[str, int, int], tuple[Hello, Connection]] = {}
         until = time.monotonic() + join_seconds
         wanted = 2 * self._topology.world_size
         while len(lines) < wanted:
             try:
-                hello, line = self._calls.get(timeout=0.1)
+                hello, line = self._called.get(timeout=0.1)
                 lines[hello.line, hello.node, hello.local_rank] = (hello, line)
             except Empty:
                 gone = [agent.returncode for agent in self._agents if agent.poll()]
@@ -285,8 +273,7 @@ class TorchrunLaunch(Launch):
         return first_failure(endings, name, signals_first=True)
 
     def _clean_up(self) -> None:
-        self._is_closed = True
-        self._listener.close()
+        self._calls.close()
         for signal_number in (None, signal.SIGTERM, signal.SIGKILL):
             for agent in self._agents:
                 if signal_number is not None and agent.poll() is None:
@@ -294,8 +281,8 @@ class TorchrunLaunch(Launch):
             until = time.monotonic() + (_LEAVING_SECONDS if signal_number is None else _AGENT_SECONDS)
             while any(agent.poll() is None for agent in self._agents) and time.monotonic() < until:
                 time.sleep(0.02)
-        while not self._calls.empty():
-            self._calls.get()[1].close()
+        while not self._called.empty():
+            self._called.get()[1].close()
 
     def _agent_log(self, number: int) -> Path:
         return self._directory / f"agent-{number}.log"
@@ -343,14 +330,16 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def _listener(host: str | None, world_size: int, key: str) -> Listener:
-    """On a socket of this machine, or, where ranks call from other nodes, at its address there."""
+def _calls(host: str | None, key: str, take: Callable[[Any, Connection], None], *, backlog: int) -> Calls:
+    """On a socket of this machine, or, where ranks call from other nodes, on all of its addresses: to itself its name
+    may well mean 127.0.1.1."""
     scratch.place_sockets()
-    return Listener(None if host is None else (host, 0), backlog=2 * world_size, authkey=key.encode())
+    return Calls(None if host is None else ("", 0), key, take, backlog=backlog)
 
 
-def _written(address: Any) -> str:
-    return address if isinstance(address, str) else f"{address[0]}:{address[1]}"
+def _written(address: Any, host: str | None) -> str:
+    """For the ranks, to whom `host` means what it does to them."""
+    return str(address) if host is None else f"{host}:{address[1]}"
 
 
 def _has_hung_up(line: Connection) -> bool:

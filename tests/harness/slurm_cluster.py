@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -13,16 +14,24 @@ from pathlib import Path
 
 import pytest
 
+from harness.launch.fork_server import end_with_parent
+
 NODES = ("n0", "n1")
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo")
-_UP_SECONDS = 30.0
+_UP_SECONDS = 60.0
 
 
 def missing() -> str | None:
     """Why there can be no cluster here, or None."""
     if absent := [name for name in _PROGRAMS if not _found(name)]:
         return f"Slurm is not installed here: no {', '.join(absent)}"
-    return None if os.geteuid() == 0 else "slurmd has to run as root"
+    if os.geteuid() != 0:
+        return "slurmd has to run as root"
+    try:
+        socket.gethostbyname(socket.gethostname())
+    except OSError as error:
+        return f"Slurm's nodes go by this machine's name, {socket.gethostname()}, which cannot be looked up: {error}"
+    return None
 
 
 @contextlib.contextmanager
@@ -40,7 +49,11 @@ def cluster(directory: Path) -> Iterator[dict[str, str]]:
         with (directory / f"{name}-{len(running)}.log").open("wb") as log:
             running.append(
                 subprocess.Popen(
-                    [_found(name) or name, *arguments], stdout=log, stderr=log, env={**os.environ, **environment}
+                    [_found(name) or name, *arguments],
+                    stdout=log,
+                    stderr=log,
+                    env={**os.environ, **environment},
+                    preexec_fn=end_with_parent,  # noqa: PLW1509  tests that are killed leave no daemon
                 )
             )
 
@@ -127,11 +140,15 @@ def _found(name: str) -> str | None:
 
 
 def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("", 0))
-        return [int(each.getsockname()[1]) for each in sockets]
+    """Below those that the system gives to whoever asks for any, ranks say: nobody takes them until Slurm does."""
+    found: list[int] = []
+    for port in random.sample(range(20000, 32000), 1000):
+        with contextlib.suppress(OSError), socket.socket() as tried:
+            tried.bind(("", port))
+            found.append(port)
+        if len(found) == count:
+            break
+    return found
 
 
 def _until(condition, what: str, directory: Path) -> None:  # type: ignore[no-untyped-def]

@@ -56,6 +56,7 @@ def test_a_slow_link_is_what_the_bus_carries(tmp_path: Path, capsys: pytest.Capt
         (["--ranks", "3", "--nodes", "2"], "topology: 3 ranks cannot be spread evenly over 2 nodes"),
         (["--link-mbits", "100"], "topology: one node has no link to another"),
         (["--out", "/nowhere/links.json"], "--out /nowhere/links.json: expected a file in a directory that exists"),
+        (["--out", "."], "--out .: expected a file in a directory that exists and can be written to"),
         (["--engine", "torchrun"], "--engine torchrun: expected --ranks-per-node of at least 1, got None"),
         (["--operation", "broadcast"], "--operation: expected one of all_reduce, all_gather, "),
     ],

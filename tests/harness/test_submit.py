@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ SUITE = """
 from harness.case import Case, Measurement, Suite
 from harness.layout import Layout
 
-QUICK = Measurement(parity_steps=3, warm_up_steps=1, timed_steps=2, communication_steps=1, memory_steps=0)
+QUICK = Measurement(parity_steps=3, warm_up_steps=1, timed_steps=2, communication_steps=0, memory_steps=0)
 suite = Suite(
     name="two",
     cases=tuple(
@@ -48,8 +49,9 @@ def job(directory: Path, **fields: object) -> Job:
 
 def test_the_script_asks_for_what_the_job_needs() -> None:
     text = script(
-        job(Path("/shared/r"), partition="gpu", extra=("--gres=gpu:8",)), python="/v/python", checkout=Path("/c")
-    )
+        job(Path("/shared/r"), partition="gpu", extra=("--gres=gpu:8",)),
+        python="/v/python", checkout=Path("/c"), where=Path("/home/me"),
+    )  # fmt: skip
     assert text.splitlines() == [
         "#!/bin/bash",
         "#SBATCH --job-name=meshmark-two",
@@ -61,9 +63,17 @@ def test_the_script_asks_for_what_the_job_needs() -> None:
         "#SBATCH --partition=gpu",
         "#SBATCH --gres=gpu:8",
         "set -euo pipefail",
-        "cd /c",
+        "cd /home/me",
+        'export PYTHONPATH=/c"${PYTHONPATH:+:$PYTHONPATH}"',
         "exec /v/python -m harness run two --results 'a b'",
     ]
+
+
+def test_names_with_spaces_and_signs_reach_slurm_whole() -> None:
+    text = script(job(Path("/shared/it's 100 %j"), name="my suite"), checkout=Path("/a b"), where=Path("/c d"))
+    assert shlex.split(text, comments=False)[1:3] == ["#SBATCH", "--job-name=my suite"]
+    assert "--output=/shared/it's 100 %%j/job.out" in shlex.split(text)
+    assert "\ncd '/c d'\nexport PYTHONPATH='/a b'" in text
 
 
 def test_the_limit_is_what_the_deadlines_add_up_to() -> None:
@@ -86,6 +96,15 @@ def test_slurm_s_exit_codes(text: str, code: int | None) -> None:
     [
         (["--nodes", "0", "--ranks-per-node", "2"], "--nodes must be at least 1, got 0"),
         (["--nodes", "1", "--ranks-per-node", "0"], "--ranks-per-node must be at least 1, got 0"),
+        (["--nodes", "1", "--ranks-per-node", "1", "--minutes", "0"], "--minutes must be at least 1, got 0"),
+        (
+            ["--nodes", "1", "--ranks-per-node", "1", "--sbatch", "gres=gpu:8"],
+            "--sbatch: expected an option such as --gres=gpu:8, got 'gres=gpu:8'",
+        ),
+        (
+            ["--nodes", "1", "--ranks-per-node", "1", "--image", "i"],
+            "--engine slurm: expected none of the other engine's options, got --image",
+        ),
     ],
 )
 def test_bad_numbers_are_refused_in_one_line(
@@ -128,24 +147,27 @@ def meshmark(*arguments: str, directory: Path) -> subprocess.CompletedProcess[st
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("slurm")
 def test_a_suite_runs_on_two_nodes_and_its_records_come_back(tmp_path: Path) -> None:
-    (tmp_path / "two.py").write_text(SUITE)
+    here = tmp_path / "my work"
+    here.mkdir()
+    (here / "two sizes.py").write_text(SUITE)
+    results_in = here / "it's 100 %j"
     done = meshmark(
-        *("submit", str(tmp_path / "two.py"), "--nodes", "2", "--ranks-per-node", "2"),
-        *("--results", str(tmp_path / "r"), "--minutes", "5"),
-        directory=tmp_path,
+        *("submit", "two sizes.py", "--nodes", "2", "--ranks-per-node", "2"),
+        *("--results", results_in.name, "--minutes", "5"),
+        directory=here,
     )
-    output = tmp_path / "r" / submit.OUTPUT_FILE
+    output = results_in / submit.OUTPUT_FILE
     assert done.returncode == 0, done.stdout + done.stderr + (output.read_text() if output.exists() else "")
     assert "RUNNING" in done.stdout
     assert "native.ddp data=4: ok" in done.stdout
-    results = [json.loads(line) for line in (tmp_path / "r" / "results.jsonl").read_text().splitlines()]
+    results = [json.loads(line) for line in (results_in / "results.jsonl").read_text().splitlines()]
     topologies = {result["case"]["layout"]: result["case"]["topology"] for result in results}
     assert {name: (t["num_nodes"], t["ranks_per_node"]) for name, t in topologies.items()} == {
         "data=2": (1, 2),
         "data=4": (2, 2),
     }
     assert all(result["parity"]["ok"] for result in results)
-    assert (tmp_path / "mlflow.db").exists()
+    assert (here / "mlflow.db").exists()
 
 
 @pytest.mark.cluster

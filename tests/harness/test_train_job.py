@@ -57,6 +57,10 @@ def test_on_gpus_each_rank_has_one(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--results", "r"], "expected --dry-run, whose output is for `kubectl apply -f -`; got none"),
         (["--dry-run"], "expected --results, a directory that all pods see; got none"),
+        (
+            ["--dry-run", "--results", "r", "--partition", "gpu"],
+            "expected none of the other engine's options, got --partition",
+        ),
     ],
 )
 def test_what_is_missing_is_one_line(more: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:

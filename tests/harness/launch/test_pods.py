@@ -17,7 +17,16 @@ import pytest
 
 from harness.launch.failure import LaunchFailed
 from harness.launch.pods import KEY_VARIABLE, PORT, Place, Pods, serve
-from tests.harness.test_submit import ROOT, SUITE
+
+ROOT = Path(__file__).resolve().parents[3]
+SUITE = """
+from harness.case import Case, Measurement, Suite
+from harness.layout import Layout
+
+QUICK = Measurement(parity_steps=3, warm_up_steps=1, timed_steps=2, communication_steps=1, memory_steps=0)
+CASE = Case(workload="gpt:size=tiny", implementation="native.ddp", layout=Layout(data=2), measurement=QUICK)
+suite = Suite(name="one", cases=(CASE,))
+"""
 
 
 def free_port() -> int:
@@ -108,8 +117,8 @@ def test_a_suite_runs_in_two_pods(tmp_path: Path) -> None:
     with socket.socket() as taken:
         if taken.connect_ex(("127.0.0.1", PORT)) == 0:
             pytest.skip(f"port {PORT} is taken here")
-    (tmp_path / "two.py").write_text(SUITE)
-    arguments = ["run", "two.py", "--engine", "pods", "--ranks-per-node", "2", "--results", "r", "--no-upload"]
+    (tmp_path / "one.py").write_text(SUITE)
+    arguments = ["run", "one.py", "--engine", "pods", "--ranks-per-node", "1", "--results", "r", "--no-upload"]
     trainer = {"PET_NNODES": "2", "PET_MASTER_ADDR": "127.0.0.1", KEY_VARIABLE: "k", "PYTHONPATH": str(ROOT)}
     both = [
         subprocess.Popen(
@@ -121,6 +130,6 @@ def test_a_suite_runs_in_two_pods(tmp_path: Path) -> None:
     ]  # fmt: skip
     told = [pod.communicate(timeout=280)[0] for pod in both]
     assert [pod.returncode for pod in both] == [0, 0], told
-    lines = [json.loads(line) for line in (tmp_path / "r" / "results.jsonl").read_text().splitlines()]
-    assert [line["status"] for line in lines] == ["ok", "ok"]
-    assert [line["case"]["topology"]["num_nodes"] for line in lines] == [1, 2]
+    (line,) = (json.loads(line) for line in (tmp_path / "r" / "results.jsonl").read_text().splitlines())
+    assert (line["status"], line["parity"]["ok"], line["case"]["topology"]["num_nodes"]) == ("ok", True, 2)
+    assert line["metrics"]["communication.bytes_per_step"] > 0, "the instrumented ranks came from both pods, too"

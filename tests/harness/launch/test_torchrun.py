@@ -37,13 +37,16 @@ def agents_of(ranks: TorchrunLaunch) -> list[int]:
     return [agent.pid for agent in ranks._agents]
 
 
-@pytest.mark.parametrize("placement", ["contiguous", "scattered"])
-def test_ranks_answer_in_order_and_sit_where_the_topology_says(placement: str, tmp_path: Path) -> None:
-    topology = Topology(num_nodes=2, ranks_per_node=2, placement=placement)  # type: ignore[arg-type]
+def nodes_of(ranks: TorchrunLaunch) -> list[int]:
+    """By rank, as torchrun tells the ranks."""
+    return [rank.process.hello.node for rank in ranks._ranks]  # type: ignore[attr-defined]
+
+
+def test_ranks_answer_in_order_and_sit_where_the_topology_says(tmp_path: Path) -> None:
+    topology = Topology(num_nodes=2, ranks_per_node=2, placement="scattered")
     with launch("Sound", tmp_path, topology) as ranks:
         everyone = [*ranks.pids, *agents_of(ranks)]
-        hellos = [rank.process.hello for rank in ranks._ranks]  # type: ignore[attr-defined]
-        assert [hello.node for hello in hellos] == list(seats(Layout(data=4), topology).node_of_rank)
+        assert nodes_of(ranks) == list(seats(Layout(data=4), topology).node_of_rank) == [0, 1, 0, 1]
         ranks.command("build")
         answers = ranks.command("time_steps", num_steps=3)
         assert [len(answer["step_seconds"]) for answer in answers] == [3] * 4
@@ -56,6 +59,7 @@ def failure_of(
 ) -> LaunchFailed:
     with launch(fault, directory) as ranks:
         everyone = [*ranks.pids, *agents_of(ranks)]
+        assert nodes_of(ranks) == [0, 1], "contiguous"
         with pytest.raises(LaunchFailed) as raised:
             ranks.command("build")
             if seconds is not None:
