@@ -35,7 +35,8 @@ LEGEND = (
     "states: parameters, gradients and optimizer states of the rank that holds most of each, measured; predicted: the "
     "strategy's closed form of them",
     "by category: the states one by one, and what a step needs beside them, each at its own largest, wherever in the "
-    "step that is; in brackets what was predicted",
+    "step that is; in brackets what was predicted. -: a library's own buffers, which the instrument cannot "
+    "tell from the rest",
     "peak: the most bytes allocated at once, measured; predicted: the closed form, and a dry run for what one "
     "micro-batch needs beside it",
     "sent: what one rank puts on the wire in a step, measured, of the rank that sends most; predicted: the closed form",

@@ -242,6 +242,12 @@ class Implementation(ABC):
         absent. Collective; never timed. None from an implementation that does not tell."""
         return None
 
+    def required_gradients(self) -> Mapping[str, nn.Parameter]:
+        """The parameters, by name, of which it takes a gradient for granted in every step: where the first one leaves
+        one out, the harness says so by name (harness/required_gradients.py). None by itself; one without elements has
+        no gradient to take."""
+        return {}
+
     def facts(self) -> Mapping[str, str]:
         """What it settled on that its options do not tell (a fallback it took, say); kept in the result."""
         return {}

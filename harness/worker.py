@@ -42,6 +42,7 @@ from harness.measure.pipeline import PipelineRecorder, Step
 from harness.measure.recording_backend import BACKEND_NAME, install
 from harness.measure.resident import give_back_freed_memory
 from harness.mesh import Mesh
+from harness.required_gradients import require_in_first_step
 from harness.workload import Batch, Workload, in_precision
 
 _OUT_OF_MEMORY = r"can't allocate memory|out of memory|CUBLAS_STATUS_ALLOC_FAILED"
@@ -172,6 +173,7 @@ class Worker:
         self.progress("building", 0, 1)
         kind = implementation.load(self.case.implementation)
         self.implementation = kind(self.workload, self.case.layout, self.mesh, self.device, **self.case.options)
+        require_in_first_step(self.implementation, self.case.implementation)
         return {str(name): str(value) for name, value in self.implementation.facts().items()}
 
     def parity(self, num_steps: int, path: str) -> dict[str, Any]:

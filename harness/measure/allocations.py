@@ -2,8 +2,8 @@
 
 The profiler hears of each one from inside the allocator, with its address and exact size, so that reducer buckets and
 what autograd saves in C++ are seen like any tensor. Three things are not: memory that no torch allocator handed out
-(mappings, arrays of other libraries); what threads do that neither the caller nor autograd started; and blocks from
-before the profile.
+(mappings, arrays of other libraries); what threads do, but for the one that profiles, autograd's and those that join
+it (profiled_threads.py); and blocks from before the profile.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from harness.implementation import Phase
 from harness.measure.allocations import Block, Mark, Timeline
@@ -41,8 +40,8 @@ Span = tuple[int, int]
 def storages(tensors: Iterable[Tensor], device: torch.device) -> Iterator[Span]:
     """Address and bytes of the storage of each tensor that lies on `device`."""
     for tensor in tensors:
-        # A DTensor is a description without memory; its local tensor has the storage.
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        # A DTensor is a description without memory; its local tensor has the storage. It takes long to import.
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         storage = local.untyped_storage()
         if local.device.type == device.type and storage.nbytes():
             yield storage.data_ptr(), storage.nbytes()
@@ -72,11 +71,24 @@ def by_category(
                     unseen.append((address, address + num_bytes, listed_as))
     for block, category in _born_in_marks(timeline, addresses):
         category_of.setdefault(block, category)
-    seen: list[Category] = [c for c in CATEGORIES if c != "activations" or timeline.marked(f"{MARK_PREFIX}forward")]
+    seen = [category for category in CATEGORIES if _is_told_apart(category, timeline, listed)]
     blocks: dict[Category, list[Block]] = {category: [] for category in seen}
     for block in timeline.blocks:
         blocks[category_of.get(block, "other")].append(block)
     return blocks, _bytes_once(unseen)
+
+
+def _is_told_apart(
+    category: Category, timeline: Timeline, listed: Sequence[Mapping[MemoryCategory, Sequence[Span]]]
+) -> bool:
+    """Whether a figure of the category means anything: a library's own buffers, which nobody lists or marks, look like
+    activations and the rest."""
+    if category == "activations":
+        return bool(timeline.marked(f"{MARK_PREFIX}forward"))
+    if category == "communication_buffers":
+        is_listed = any(category in of_step for of_step in listed)
+        return is_listed or bool(timeline.marked(f"{MARK_PREFIX}lending.{category}"))
+    return True
 
 
 def _born_in_marks(timeline: Timeline, addresses: _Addresses) -> Iterator[tuple[Block, Category]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from types import TracebackType
@@ -25,6 +25,7 @@ from harness.measure.attribution import (
     phase_marks,
     storages,
 )
+from harness.measure.profiled_threads import with_new_threads
 from harness.measure.resident import peak_resident_bytes, reset_peak_resident_bytes
 from harness.parameters import MemoryCategory
 
@@ -48,7 +49,8 @@ class MemoryReport:
     each other).
 
     `largest_bytes` holds the most that each category ever had at once, `at_peak_bytes` what each had at the moment of
-    the peak: they sum to it. Without a forward mark activations cannot be told from the rest and are absent from both.
+    the peak: they sum to it. Without a forward mark activations cannot be told from the rest, nor communication
+    buffers that are neither listed nor marked as lent: these are absent from both.
     `phase_peak_bytes` is the peak while a phase's mark was open, for the phases that were marked; a mark inside another
     counts for both. `mapped_bytes` are those that the implementation lists and the allocator did not hand out; they are
     part of every other figure. `peak_reserved_bytes` is what the caching allocator holds, on a GPU. `timeline` gives
@@ -107,6 +109,7 @@ class MemoryRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._profiler: profile | None = None
+        self._profiling: AbstractContextManager[None] | None = None
         self._timeline: Timeline | None = None
         self._bytes_before = 0
         self._listed: list[dict[MemoryCategory, list[Span]]] = []  # one for each step
@@ -119,14 +122,15 @@ class MemoryRecorder:
             self._bytes_before = torch.cuda.memory_allocated(self._device)
         # Allocators report on the CPU side, those of a GPU too.
         self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-        self._profiler.__enter__()
+        self._profiling = with_new_threads(self._profiler)
+        self._profiling.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        assert self._profiler is not None
-        self._profiler.__exit__(kind, error, traceback)
+        assert self._profiler is not None and self._profiling is not None
+        self._profiling.__exit__(kind, error, traceback)
         if error is None:
             self._timeline = read_profile(self._profiler, self._device, MARK_PREFIX)
         self._profiler = None

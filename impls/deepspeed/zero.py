@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.evaluation import evaluating, sum_losses
 from harness.implementation import (
@@ -290,6 +290,10 @@ class DeepSpeedZero(Implementation):
     def replicated_tensors(self) -> Iterable[Tensor]:
         if self.stage < 3:
             yield from self.module.parameters()
+
+    def required_gradients(self) -> Mapping[str, nn.Parameter]:
+        """Stage 3 leaves a parameter without elements where it takes them away."""
+        return {name: p for name, p in self.trained.items() if getattr(p, "ds_numel", p.numel())}
 
     def memory_tensors(self) -> dict[MemoryCategory, Iterable[Tensor]]:
         return engine_states(self.engine, self.optimizer)

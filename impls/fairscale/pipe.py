@@ -149,3 +149,7 @@ class FairScalePipe(Implementation):
             "gradients": self.optimizer.live_gradients(),
             "optimizer_states": self.optimizer.state_tensors(),
         }
+
+    def close(self) -> None:
+        """Its thread ends with it."""
+        del self.pipe

@@ -205,6 +205,9 @@ class FairScaleShardedDataParallel(Implementation):
     def full_parameters(self) -> dict[str, Tensor]:
         return self.optimizer.full_parameters(self.module)
 
+    def required_gradients(self) -> Mapping[str, nn.Parameter]:
+        return {name: parameter for name, parameter in self.module.named_parameters() if parameter.numel()}
+
     def memory_tensors(self) -> dict[MemoryCategory, Iterable[Tensor]]:
         return {
             "parameters": self.module.parameters(),

@@ -192,6 +192,12 @@ class TorchZero(Implementation):
         yield from self.module.parameters()
         yield from self.optimizer.masters
 
+    def required_gradients(self) -> Mapping[str, nn.Parameter]:
+        """DDP's, which else waits for it in the step after."""
+        if self.wrapped.find_unused_parameters:
+            return {}
+        return {name: parameter for name, parameter in self.module.named_parameters() if parameter.numel()}
+
     def memory_tensors(self) -> dict[MemoryCategory, Iterable[Tensor]]:
         return {
             "parameters": self.module.parameters(),

@@ -66,6 +66,15 @@ def test_without_a_forward_mark_there_are_no_activations_to_tell() -> None:
     assert "activations" not in found
 
 
+def test_communication_buffers_are_told_apart_where_somebody_lists_or_marks_them() -> None:
+    blocks = (Block(0x100, 64, 5, FOREVER),)
+    unmarked, lent = Timeline(blocks=blocks, marks=MARKS), Mark("meshmark.lending.communication_buffers", 6, 7)
+    assert "communication_buffers" not in by_category(unmarked, [{}])[0]
+    assert by_category(unmarked, [{"communication_buffers": []}])[0]["communication_buffers"] == []
+    marked = Timeline(blocks=blocks, marks=tuple(sorted((*MARKS, lent), key=lambda mark: mark.begin)))
+    assert by_category(marked, [{}])[0]["communication_buffers"] == []
+
+
 def test_storages_of_a_device() -> None:
     whole = torch.zeros(10)
     elsewhere = torch.zeros(10, device="meta")

@@ -2,9 +2,12 @@
 
 import json
 import mmap
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from queue import Queue
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from harness.implementation import phase
+from harness.measure import profiled_threads
 from harness.measure.allocations import EmptyProfile
 from harness.measure.memory import MAX_TIMELINE_POINTS, NUM_WARM_UP_STEPS, MemoryRecorder, MemoryReport, combine
 
@@ -111,7 +115,6 @@ def test_adam_on_a_perceptron(adam: MemoryReport) -> None:
         "parameters": 4 * P,
         "gradients": 4 * P,
         "optimizer_states": 8 * P + step_counters,
-        "communication_buffers": 0,
         "activations": 4,
         "other": 400 * P + row,
     }
@@ -243,3 +246,75 @@ def test_an_error_in_a_step_comes_through_and_frees_the_profiler() -> None:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as next_one:
         torch.empty(10)
     assert next_one.events()
+
+
+class _Elsewhere:
+    """A thread of Python's that carries out one call after another."""
+
+    def __init__(self) -> None:
+        self._calls: Queue[Callable[[], Tensor] | None] = Queue()
+        self._results: Queue[Tensor] = Queue()
+        self._thread = threading.Thread(target=self._work)
+        self._thread.start()
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            self._results.put(call())
+            del call
+
+    def run(self, call: Callable[[], Tensor]) -> Tensor:
+        self._calls.put(call)
+        return self._results.get()
+
+    def end(self) -> None:
+        self._calls.put(None)
+        self._thread.join()
+
+
+def thread_report(elsewhere: Callable[[], _Elsewhere]) -> MemoryReport:
+    """The report on steps whose forward another thread computes: it keeps 400 bytes for backward."""
+    workers: list[_Elsewhere] = []
+
+    def build() -> tuple[Callable[[], None], Callable[[], dict]]:
+        worker = elsewhere()
+        workers.append(worker)
+        weight = torch.ones(100, requires_grad=True)
+
+        def step() -> None:
+            weight.grad = None
+            with phase("forward"):
+                loss = worker.run(lambda: weight.exp().sum())
+            with phase("backward"):
+                loss.backward()
+
+        return step, lambda: {"parameters": [weight], "gradients": [weight.grad]}
+
+    try:
+        return record(build)
+    finally:
+        workers[0].end()
+
+
+def test_what_another_thread_keeps_for_backward_is_an_activation() -> None:
+    report = thread_report(_Elsewhere)
+    assert report.largest_bytes["activations"] == 404  # and the loss
+    assert report.largest_bytes["gradients"] == 400
+
+
+def test_a_thread_that_was_there_before_is_not_heard() -> None:
+    """It could not be told from one that belongs to somebody else."""
+    worker = _Elsewhere()
+    assert thread_report(lambda: worker).largest_bytes["activations"] == 0
+
+
+def test_a_profile_after_one_with_threads_hears_everything_once() -> None:
+    untouched = perceptron()
+    thread_report(_Elsewhere)
+    assert threading.getprofile() is None
+    assert perceptron() == replace(untouched, timeline=ANY, peak_resident_bytes=ANY)
+
+
+def test_a_thread_that_cannot_be_heard_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiled_threads, "_JOIN", "no_such_function")
+    with pytest.raises(RuntimeError, match=r"does not profile other threads: AttributeError: .*no_such_function"):
+        thread_report(_Elsewhere)
