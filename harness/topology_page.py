@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.comparison_page import provenance
-from harness.markdown import plain, plain_row
+from harness.markdown import plain, table_row
 from harness.reasons import reasons
 from harness.report import figure, unit_of
 from harness.result import Result
@@ -127,7 +127,7 @@ def _cells(cell: Callable[[Row, str], str], topologies: Sequence[str]) -> Callab
 
 def _table(heads: Sequence[str], rows: Sequence[Row], cells_of: Callable[[Row], Sequence[str]]) -> list[str]:
     return [
-        plain_row(("way", *heads)),
-        plain_row(("---", *("---:" for _ in heads))),
-        *(plain_row((row.name, *cells_of(row))) for row in rows),
+        table_row(("way", *heads)),
+        table_row(("---", *("---:" for _ in heads))),
+        *(table_row((row.name, *cells_of(row))) for row in rows),
     ]

@@ -11,6 +11,7 @@ from typing import get_args
 from harness.case import Case
 from harness.comparison import is_measured
 from harness.layout import Axis
+from harness.markdown import code
 from harness.measure.timing import slowest_rank
 from harness.report import figure
 from harness.result import Result
@@ -192,7 +193,7 @@ def way_of(case: Case) -> tuple[str, ...]:
 
 def name_of(case: Case) -> str:
     placement = "" if case.placed.placement == "contiguous" else f", {case.placed.placement}"
-    return f"`{case.label}` ({case.layout}{placement})"
+    return f"{code(case.label)} ({case.layout}{placement})"
 
 
 def is_timed(result: Result) -> bool:

@@ -127,11 +127,11 @@ def self_test_lines(tested: SelfTest) -> list[str]:
         f"{'-' if power.median_delay_nights is None else f'{power.median_delay_nights:g}'} |"
         for power in tested.powers
     ]
-    lines += ["", "| slower by, then mended | nights | series | alarm ended | median nights red after that |"]
+    lines += ["", "| slower by, then mended | nights | series | alarm ended | median nights that took |"]
     lines += ["|---:|---|---:|---:|---:|"]
     lines += [
         f"| {recovery.slowdown:.0%} | {recovery.noise} | {recovery.num_series} | {recovery.ended:.0%} | "
-        f"{recovery.median_red_nights:g} |"
+        f"{'-' if recovery.median_delay_nights is None else f'{recovery.median_delay_nights:g}'} |"
         for recovery in tested.recoveries
     ]
     failures = [f"FAILED: {failure}" for failure in tested.failures]

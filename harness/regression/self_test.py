@@ -90,14 +90,14 @@ class Power:
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """Of series whose slowdown was mended from night FIX_NIGHT on, the part in which the alarm had ended on
-    the last night, and the median number of mended nights that were red all the same."""
+    """Of series whose slowdown was red on the night before FIX_NIGHT and is mended from that on, the part in which the
+    alarm ended, and the median number of mended nights that took (1: in the first of them); None where it did not."""
 
     noise: str
     slowdown: float
     num_series: int
     ended: float
-    median_red_nights: float
+    median_delay_nights: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,11 +122,11 @@ class SelfTest:
             and (power.found < 1 or (power.median_delay_nights or math.inf) > MAX_MEDIAN_DELAY_NIGHTS)
         ]
         stubborn = [
-            f"{recovery.noise}: {recovery.slowdown:.0%} slower and mended was red for a median of "
-            f"{recovery.median_red_nights:g} nights more, and in the end no longer in {recovery.ended:.0%} of the "
-            f"series; expected all, within {MAX_MEDIAN_RECOVERY_NIGHTS:g}"
+            f"{recovery.noise}: {recovery.slowdown:.0%} slower and mended was let go of in {recovery.ended:.0%} of the "
+            f"series, after a median of {recovery.median_delay_nights} nights; expected all, within "
+            f"{MAX_MEDIAN_RECOVERY_NIGHTS:g}"
             for recovery in self.recoveries
-            if recovery.ended < 1 or recovery.median_red_nights > MAX_MEDIAN_RECOVERY_NIGHTS
+            if recovery.ended < 1 or (recovery.median_delay_nights or 0.0) > MAX_MEDIAN_RECOVERY_NIGHTS
         ]
         return loud + deaf + stubborn
 
@@ -140,8 +140,10 @@ def self_test(*, num_series: int = 10, seed: int = 0) -> SelfTest:
         for name, noise in NOISES.items()
         for slowdown in SLOWDOWNS
     }
+    # Half as many: with both cuts in sight a night takes a second to judge.
     mended = {
-        name: [_mended(noise(random), PROVEN_SLOWDOWN) for _ in range(num_series)] for name, noise in NOISES.items()
+        name: [_mended(noise(random), PROVEN_SLOWDOWN) for _ in range(max(1, num_series // 2))]
+        for name, noise in NOISES.items()
     }
     return SelfTest(
         false_alarms=tuple(_false_alarms(name, series) for name, series in quiet.items()),
@@ -196,14 +198,19 @@ def _delay(nights: Nights) -> int | None:
 
 
 def _recovery(noise: str, slowdown: float, series: Sequence[Nights]) -> Recovery:
-    verdicts = [
-        [last_night(nights[:known].tolist()).verdict for known in range(FIX_NIGHT + 1, MAX_NIGHTS + 1)]
-        for nights in series
-    ]
+    found = [nights for nights in series if last_night(nights[:FIX_NIGHT].tolist()).verdict == "regressed"]
+    delays = [delay for nights in found if (delay := _recovery_delay(nights)) is not None]
     return Recovery(
         noise=noise,
         slowdown=slowdown,
-        num_series=len(series),
-        ended=sum(of_series[-1] != "regressed" for of_series in verdicts) / len(series),
-        median_red_nights=statistics.median(of_series.count("regressed") for of_series in verdicts),
+        num_series=len(found),
+        ended=len(delays) / len(found) if found else 1.0,
+        median_delay_nights=statistics.median(delays) if delays else None,
     )
+
+
+def _recovery_delay(nights: Nights) -> int | None:
+    for known in range(FIX_NIGHT + 1, MAX_NIGHTS + 1):
+        if last_night(nights[:known].tolist()).verdict != "regressed":
+            return known - FIX_NIGHT
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from tests.harness.choosing.scenes import EVERYTHING, MACHINE, MIB, WORK, result
 pytestmark = pytest.mark.browser
 PAGES = ("choose", "memory", "communication", "scaling", "parity", "pipeline", "history")
 PHONE = {"width": 360, "height": 780}
+SMALL_PHONE = {"width": 320, "height": 640}
 DESK = {"width": 1180, "height": 900}
 HOSTILE = """</script><script>window.broken = 1</script><img src=x onerror="window.broken = 1">"'<b>bold</b>{{data}}"""
 ACTIONS = [
@@ -103,7 +105,7 @@ def dashboard(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("viewport", [DESK, PHONE], ids=["desk", "phone"])
+@pytest.mark.parametrize("viewport", [DESK, PHONE, SMALL_PHONE], ids=["desk", "phone", "small phone"])
 def test_every_page_shows_itself_in_any_light_and_size(
     browser: Any, dashboard: Path, scheme: str, viewport: dict[str, int]
 ) -> None:
@@ -114,6 +116,10 @@ def test_every_page_shows_itself_in_any_light_and_size(
         assert section.is_visible()
         assert section.locator("h2").text_content().lower() == name
         assert seen.page.evaluate("document.documentElement.scrollWidth") <= viewport["width"], name
+        hidden = section.evaluate(
+            "(all) => [...all.querySelectorAll('.table')].map((t) => t.scrollWidth - t.clientWidth)"
+        )
+        assert viewport is DESK or all(pixels <= 0 for pixels in hidden), f"{name}: of each table so much is not seen"
         for plot in section.locator(".plot").all():
             if plot.is_visible():
                 assert plot.locator("svg.main-svg").count(), f"{name}: a figure was not drawn"
@@ -148,6 +154,39 @@ def test_whatever_the_form_asks_is_answered_as_the_ranking_says(browser: Any, da
                 asked += 1
     assert len(places) >= 5
     assert asked > 50
+    assert seen.complaints == []
+    seen.page.close()
+
+
+@pytest.mark.parametrize("viewport", [DESK, SMALL_PHONE], ids=["desk", "small phone"])
+def test_names_in_the_figure_lie_on_no_other(browser: Any, tmp_path: Path, viewport: dict[str, int]) -> None:
+    """A front of many that are nearly alike; the fastest has its name."""
+    crowd = [
+        result(
+            "native.zero",
+            strategy="zero_1",
+            options={"stage": 1, "bucket_bytes": 1000000 + number},
+            states_mib=(10, 10, 10),
+            peak_mib=34 + number / 10,
+            speed=900 + 5 * number,
+        )
+        for number in range(14)
+    ]
+    seen = visit(browser, written(tmp_path, *RESULTS, *crowd), viewport=viewport)
+    seen.page.select_option("#devices", "2")
+    boxes = seen.page.evaluate(
+        """[...document.querySelectorAll('#choices .annotation-text')].map((one) => {
+            const { left, right, top, bottom } = one.getBoundingClientRect();
+            return [one.textContent, left, right, top, bottom]; })"""
+    )
+    names = [name for name, *_ in boxes]
+    assert "native.ddp" in names
+    assert len(names) >= 3
+    for (a, *one), (b, *other) in itertools.combinations(boxes, 2):
+        beside = one[1] <= other[0] + 1 or other[1] <= one[0] + 1
+        above = one[3] <= other[2] + 4 or other[3] <= one[2] + 4  # a box is higher than its letters
+        assert beside or above, f"{a} lies on {b}"
+    assert all(right <= viewport["width"] and left >= 0 for _, left, right, *_ in boxes)
     assert seen.complaints == []
     seen.page.close()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from harness.launch.fork_server import end_with_parent
 from harness.result import append
 from tests.dashboards.test_browser import browser  # noqa: F401  a fixture
 from tests.harness.choosing.scenes import EVERYTHING
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 _STARTS_WITHIN_SECONDS = 120
@@ -40,9 +40,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     tracking.upload(results)
     found = sources.from_store(sources.case_runs_in_store())
     assert dashboards.publish(dashboards.made(found, ()), ["sharding-20300101"]) == ["sharding-20300101"]
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     address = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", tracking.store_uri()]
     with Path("server.log").open("wb") as log:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.launch.fork_server import end_with_parent
+from tests.ports import free_port
 
 ADMIN = "admin"
 _START_SECONDS = 120.0
@@ -190,12 +191,6 @@ def mlflow_server(directory: Path, database: str) -> Iterator[Server]:
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # it starts others, which need not end with it
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def _answers(port: int) -> bool:
