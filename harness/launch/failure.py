@@ -106,7 +106,7 @@ def first_failure(endings: Sequence[Ending], command: str, *, signals_first: boo
     if first.out_of_memory:
         reason = f"rank {first.rank} was killed by the system, which ran out of memory, during {command}"
         return LaunchFailed("out of memory", f"{reason} ({first.doing})", first.rank, first.log_tail)
-    how = f"was killed by {_signal_name(-code)}" if code < 0 else f"left with exit code {code} and no record"
+    how = f"was killed by {signal_name(-code)}" if code < 0 else f"left with exit code {code} and no record"
     return LaunchFailed(
         "failed", f"rank {first.rank} {how} during {command} ({first.doing})", first.rank, first.log_tail
     )
@@ -193,7 +193,8 @@ def waits_for_peers(stack: str) -> bool:
     return ".wait(" in called or innermost["function"] == "_engine_run_backward"
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
+    """`SIGKILL` for 9; its number where it has no name."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -29,7 +29,7 @@ from typing import Any, Protocol
 from harness import scratch
 from harness.case import Case
 from harness.launch.calls import Calls
-from harness.launch.failure import Ending, LaunchFailed, first_failure
+from harness.launch.failure import Ending, LaunchFailed, first_failure, signal_name
 from harness.launch.fork_server import RANK_ENVIRONMENT
 from harness.launch.timeouts import (
     COLLECTIVE_MARGIN_SECONDS,
@@ -48,6 +48,7 @@ _PONG_SECONDS = 1.0
 _AGENT_SECONDS = 5.0  # for the agents' own accounts of how their workers ended, and for their ends
 _LEAVING_SECONDS = 2.0  # for agents to end by themselves, once their workers have
 _EXIT_CODES = re.compile(r"rank +: (?P<rank>\d+) .*?\n +exitcode +: (?P<code>-?\d+) ")
+_FIRST_TASK = re.compile(r"^srun: error: (?P<node>\S+): tasks? [\d,-]+: (?P<how>.*)$", re.MULTILINE)
 _TAIL_LINES = 12
 
 AgentCommands = Callable[[Sequence[str]], Sequence[Sequence[str]]]
@@ -254,22 +255,21 @@ class TorchrunLaunch(Launch):
         """Of torchrun's workers, from the tables that its agents print when one fails."""
         found: dict[int, int] = {}
         for number in range(len(self._agents)):
-            with contextlib.suppress(OSError):
-                text = self._agent_log(number).read_text(errors="replace")
-                for match in _EXIT_CODES.finditer(text):
-                    found.setdefault(int(match["rank"]), int(match["code"]))
+            for match in _EXIT_CODES.finditer(_read(self._agent_log(number))):
+                found.setdefault(int(match["rank"]), int(match["code"]))
         return found
 
     def _blame(self, endings: Sequence[Ending], name: str) -> LaunchFailed:
         """An agent that was killed takes its ranks along, and none of them is the culprit."""
         for number, agent in enumerate(self._agents):
             if (code := agent.poll() or 0) < 0:
-                how = signal.Signals(-code).name
-                return LaunchFailed(
-                    "failed",
-                    f"the agent of node {number} was killed by {how} during {name}",
-                    traceback=self._agent_tails(),
-                )
+                who, how = f"of node {number}", f" by {signal_name(-code)}"
+            elif node := _killed_under_srun(_read(self._agent_log(number))):
+                who, how = f"on {node}", ""
+            else:
+                continue
+            why = f"the agent {who} was killed{how} during {name}"
+            return LaunchFailed("failed", why, traceback=self._agent_tails())
         return first_failure(endings, name, signals_first=True)
 
     def _clean_up(self) -> None:
@@ -291,8 +291,7 @@ class TorchrunLaunch(Launch):
         """The last lines of what the agents have said."""
         said = []
         for number in range(len(self._agents)):
-            with contextlib.suppress(OSError):
-                lines = self._agent_log(number).read_text(errors="replace").splitlines()
+            if lines := _read(self._agent_log(number)).splitlines():
                 said += [f"agent {number}:", *lines[-_TAIL_LINES:]]
         return "\n".join(said)
 
@@ -340,6 +339,19 @@ def _calls(host: str | None, key: str, take: Callable[[Any, Connection], None], 
 def _written(address: Any, host: str | None) -> str:
     """For the ranks, to whom `host` means what it does to them."""
     return str(address) if host is None else f"{host}:{address[1]}"
+
+
+def _killed_under_srun(said: str) -> str | None:
+    """The node whose task was the first to end, if somebody killed it; srun kills the others after it."""
+    first = _FIRST_TASK.search(said)
+    return first["node"] if first and first["how"].startswith("Killed") else None
+
+
+def _read(log: Path) -> str:
+    try:
+        return log.read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def _has_hung_up(line: Connection) -> bool:

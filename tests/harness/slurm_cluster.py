@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -76,6 +77,7 @@ def cluster(directory: Path) -> Iterator[dict[str, str]]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        _end_all_with(f"SLURM_CONF={configuration}")
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +135,14 @@ def _idle(environment: dict[str, str]) -> int:
         check=False,
     )
     return told.stdout.split().count("idle")
+
+
+def _end_all_with(setting: str) -> None:
+    """Ends the steps of jobs that a test has left, which outlive Slurm's daemons; all have its setting."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if setting.encode() in path.read_bytes().split(b"\0"):
+                os.kill(int(path.parent.name), signal.SIGKILL)
 
 
 def _found(name: str) -> str | None:

@@ -14,7 +14,7 @@ import pytest
 
 from harness.case import Case
 from harness.launch.failure import LaunchFailed
-from harness.launch.torchrun import TorchrunLaunch, local_agents
+from harness.launch.torchrun import TorchrunLaunch, _killed_under_srun, local_agents
 from harness.launch.watched import Launch
 from harness.layout import Layout
 from harness.placement import seats
@@ -121,6 +121,19 @@ def test_ranks_that_do_not_come_are_counted(command: str, status: str, reason: s
         )
     assert (raised.value.status, raised.value.reason) == (status, reason)
     assert "no such host" in (raised.value.traceback or "")
+
+
+@pytest.mark.parametrize(
+    ("first", "node"),
+    [
+        ("srun: error: n1: task 1: Killed", "n1"),
+        ("srun: error: n1: task 1: Exited with exit code 1", None),  # one of its ranks has failed
+    ],
+)
+def test_of_agents_under_srun_the_first_that_was_killed_is_named(first: str, node: str | None) -> None:
+    """With --kill-on-bad-exit srun kills the others, too."""
+    after = "srun: Terminating StepId=1.0\nsrun: error: n0: task 0: Killed\n"
+    assert _killed_under_srun(f"[W] a warning of torch\n{first}\n{after}") == node
 
 
 def test_it_is_a_launch_like_any_other() -> None:
