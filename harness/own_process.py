@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -9,7 +10,9 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 
 _TOLD = "meshmark: what went wrong: "  # nobody else begins a line so
 _TELLING = """
@@ -49,6 +52,44 @@ def first_error(program: str, *, timeout_seconds: float, environment: Mapping[st
     if told:
         return _one_line(json.loads(told[-1]))
     return _ending(process.returncode)
+
+
+def remembered_error(
+    program: str,
+    *,
+    timeout_seconds: float,
+    environment: Mapping[str, str] | None = None,
+    remembers_errors: bool = False,
+) -> str | None:
+    """As `first_error`, of a program that asks what follows from Python's packages alone: that nothing is wrong is kept
+    in the user's cache until one is installed, updated or removed. So is what is wrong where it `remembers_errors`;
+    else a compiler that comes to be there, say, is noticed."""
+    asked = [sys.executable, program, *sorted((environment or {}).items()), *_packages()]
+    answer = _cache() / f"{hashlib.sha256(repr(asked).encode()).hexdigest()}.json"
+    with suppress(OSError, ValueError):
+        kept: str | None = json.loads(answer.read_text())
+        return kept
+    error = first_error(program, timeout_seconds=timeout_seconds, environment=environment)
+    if error is None or remembers_errors:
+        with suppress(OSError):  # a home that cannot be written to
+            answer.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = answer.with_suffix(f".{os.getpid()}")
+            unfinished.write_text(json.dumps(error))
+            unfinished.replace(answer)
+    return error
+
+
+def _packages() -> Iterator[tuple[str, int]]:
+    """What pip leaves of each package that can be imported, and since when it is there."""
+    for directory in map(Path, sys.path):
+        if directory.is_dir():
+            for entry in sorted(directory.glob("*.dist-info")):
+                with suppress(OSError):  # on its way
+                    yield str(entry), entry.stat().st_mtime_ns
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshmark" / "programs"
 
 
 def _ending(code: int) -> str | None:

@@ -129,6 +129,11 @@ class _Watch(TorchDispatchMode):
     def pieces_in(self, value: object) -> list[Tensor]:
         return [tensor for tensor in tensors_in(value) if storage_key(tensor) in self._pieces]
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """As harness.tensors_in_use.Operations: to skip the compiler is to import it."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         pieces = [] if self._num_whole else self.pieces_in((args, kwargs))

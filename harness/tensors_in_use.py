@@ -68,6 +68,11 @@ class Operations(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own has no annotations
         self._note, self._made = note, made
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would import its compiler, which takes longer than all of this, to keep it out of here."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._note((args, kwargs))
         output = func(*args, **(kwargs or {}))

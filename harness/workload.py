@@ -27,6 +27,7 @@ from harness.sequence_cuts import check_positions
 from harness.tensor_plan import TensorPlanner, check_divides, check_hooks, check_ties, resolve
 from harness.tensor_regions import check_regions
 from harness.typed_values import quoted
+from harness.uninitialised import Uninitialised
 
 OptimizerName = Literal["adamw", "sgd"]
 ScheduleName = Literal["constant", "linear", "cosine"]
@@ -263,7 +264,7 @@ class Workload:
 
     def model_without_memory(self) -> nn.Module:
         """The module as the builder makes it, on torch's meta device."""
-        with torch.device("meta"):
+        with torch.device("meta"), Uninitialised():
             return self.model()
 
     def buffer_bytes(self) -> int:

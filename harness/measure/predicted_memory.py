@@ -149,6 +149,11 @@ class LiveStorages(TorchDispatchMode):
         self._apart = [tensor.untyped_storage() for tensor in apart]  # held, so that their ids stay theirs
         self._alive: dict[int, Any] = {id(storage): storage for storage in self._apart}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """As harness.tensors_in_use.Operations: to skip the compiler is to import it."""
+        return False
+
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:

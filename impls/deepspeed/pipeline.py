@@ -3,7 +3,7 @@ steps each rank's own stage."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -11,22 +11,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.chain import chain_of, keep_parameters
 from harness.evaluation import evaluating
-from harness.implementation import EvaluationOutput, Implementation, Prediction, StepOutput
+from harness.implementation import DryStep, EvaluationOutput, Implementation, Prediction, StepOutput
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import decay_groups, global_norm, torch_optimizer
 from harness.parameters import LogicalParameter, MemoryCategory, logical_parameters
 from harness.workload import Batch, Workload
-from impls.deepspeed.parts import library, limits, pipeline_stages
+from impls.deepspeed.parts import library, limits, pipeline_dry_run, pipeline_stages
 from impls.deepspeed.parts.engine_config import engine_config
 from impls.deepspeed.parts.engine_states import engine_states, masters_of
 from impls.deepspeed.parts.memory_marks import mark_backward, mark_buffers
-from impls.deepspeed.parts.pipeline_stages import Partition, pipeline_module, plan
+from impls.deepspeed.parts.pipeline_stages import Partition, StagePlan, pipeline_module, plan
 from impls.deepspeed.parts.whole_tensors import whole_parameters
+from impls.deepspeed.parts.zero_costs import reduction_of
 
 
 class DeepSpeedPipeline(Implementation):
@@ -83,7 +84,19 @@ class DeepSpeedPipeline(Implementation):
     def unpredicted(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> Mapping[Prediction, str]:
-        return {"peak": "DeepSpeed's engine takes a rank's step, which does not run on tensors without memory"}
+        if workload.precision.gradient is workload.precision.compute:
+            return {}
+        return {"peak": "what DeepSpeed's bf16 optimizer holds of wider gradients in a pipeline has not been found out"}
+
+    @classmethod
+    def dry_steps(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Sequence[Callable[[nn.Module], DryStep]]:
+        """All ranks': one that holds fewer states may keep more activations."""
+        if workload.precision.gradient is not workload.precision.compute:
+            return ()
+        planned = plan(workload, layout.pipeline, options.get("partition", "flops"))
+        return [_dry_step(planned, workload, parameters, rank, options) for rank in range(layout.pipeline)]
 
     def __init__(
         self,
@@ -219,12 +232,31 @@ class DeepSpeedPipeline(Implementation):
         own = set(self.module.buffers())
         return self._whole({name: buffer for name, buffer in self.model.named_buffers() if buffer in own})
 
+    def required_gradients(self) -> Mapping[str, nn.Parameter]:
+        return {name: parameter for name, parameter in self.trained.items() if parameter.numel()}
+
     def memory_tensors(self) -> dict[MemoryCategory, Iterable[Tensor]]:
         received = [buffer for buffer in self.engine._grad_layer_buf if buffer is not None]
         return {**engine_states(self.engine, self.optimizer), "communication_buffers": received}
 
     def close(self) -> None:
         self.session.close()
+
+
+def _dry_step(
+    planned: StagePlan,
+    workload: Workload,
+    parameters: Sequence[LogicalParameter],
+    rank: int,
+    options: Mapping[str, Any],
+) -> Callable[[nn.Module], DryStep]:
+    zero = options.get("stage", 0) == 1
+    states = pipeline_stages.memory_bytes_of_rank(planned, workload, parameters, rank, zero=zero)
+    held = [parameter for parameter in parameters if rank in planned.held_by.get(parameter.name, [])]
+    one_step = replace(workload, training=replace(workload.training, num_micro_batches=1))  # as if there were one
+    reduction = replace(reduction_of(one_step, held, Layout(), {"stage": 1}), takes_norm=True) if zero else None
+    held_bytes = states["parameters"] + states["optimizer_states"]
+    return partial(pipeline_dry_run.dry_step, planned, workload, rank, held_bytes=held_bytes, reduction=reduction)
 
 
 def _samples(batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:

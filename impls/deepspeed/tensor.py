@@ -3,22 +3,22 @@ plan names by ones that hold a slice each; torch's fused optimizer steps the sli
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.evaluation import evaluating, sum_losses
-from harness.implementation import EvaluationOutput, Implementation, Prediction, StepOutput, phase
+from harness.implementation import DryStep, EvaluationOutput, Implementation, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import decay_groups, global_norm, norm_over_ranks, torch_optimizer
 from harness.parameters import LogicalParameter, MemoryCategory, logical_parameters
 from harness.workload import Batch, Workload
-from impls.deepspeed.parts import library, limits, tensor_costs
+from impls.deepspeed.parts import library, limits, tensor_costs, tensor_dry_run
 from impls.deepspeed.parts.engine_config import engine_config
 from impls.deepspeed.parts.engine_states import engine_states, masters_of
 from impls.deepspeed.parts.memory_marks import mark_buffers
@@ -64,10 +64,13 @@ class DeepSpeedTensorParallel(Implementation):
         return tensor_costs.wire_bytes(workload, layout, cuts_head=options.get("cuts_head", True))
 
     @classmethod
-    def unpredicted(
+    def dry_steps(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
-    ) -> Mapping[Prediction, str]:
-        return {"peak": "DeepSpeed's engine takes a rank's step, which does not run on tensors without memory"}
+    ) -> Sequence[Callable[[nn.Module], DryStep]]:
+        cuts_head = options.get("cuts_head", True)
+        states = tensor_costs.memory_bytes(workload, parameters, layout, cuts_head=cuts_head)
+        held_bytes = states["parameters"] + states["optimizer_states"]
+        return [partial(tensor_dry_run.dry_step, workload, layout.tensor, held_bytes=held_bytes, cuts_head=cuts_head)]
 
     def __init__(
         self, workload: Workload, layout: Layout, mesh: Mesh, device: torch.device, *, cuts_head: bool = True
@@ -160,6 +163,9 @@ class DeepSpeedTensorParallel(Implementation):
     def replicated_tensors(self) -> Iterable[Tensor]:
         yield from self.module.parameters()
         yield from self.module.buffers()
+
+    def required_gradients(self) -> Mapping[str, nn.Parameter]:
+        return {name: parameter for name, parameter in self.trained.items() if parameter.numel()}
 
     def memory_tensors(self) -> dict[MemoryCategory, Iterable[Tensor]]:
         return engine_states(self.engine, self.optimizer)

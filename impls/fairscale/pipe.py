@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -17,7 +17,16 @@ from torch import Tensor, nn
 
 from harness import chain
 from harness.evaluation import evaluating, sum_losses
-from harness.implementation import EvaluationOutput, Implementation, StepOutput, phase
+from harness.implementation import (
+    DryStep,
+    EvaluationOutput,
+    Implementation,
+    Prediction,
+    Preparation,
+    StepOutput,
+    lending,
+    phase,
+)
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import RecipeOptimizer
@@ -75,6 +84,25 @@ class FairScalePipe(Implementation):
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> Mapping[MemoryCategory, int] | None:
         return replicated_state_bytes(parameters, workload.precision, workload.training.num_moments)
+
+    @classmethod
+    def dry_run_preparation(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Preparation:
+        prepare = super().dry_run_preparation(workload, parameters, layout, options)
+        return partial(_with_last_chunk, prepare=prepare, chunks=options.get("chunks", 4))
+
+    @classmethod
+    def dry_steps(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Sequence[Callable[[nn.Module], DryStep]] | None:
+        return () if _computes_again(options) else None
+
+    @classmethod
+    def unpredicted(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Mapping[Prediction, str]:
+        return {"peak": "what Pipe computes again, and when, is its own"} if _computes_again(options) else {}
 
     def __init__(
         self,
@@ -153,3 +181,21 @@ class FairScalePipe(Implementation):
     def close(self) -> None:
         """Its thread ends with it."""
         del self.pipe
+
+
+def _computes_again(options: Mapping[str, Any]) -> bool:
+    return bool(options.get("checkpoint", "never") != "never")
+
+
+def _with_last_chunk(
+    model: nn.Module, gradients: Mapping[str, Tensor], *, prepare: Preparation, chunks: int
+) -> Callable[[Tensor], None]:
+    """Chunks' outputs are put together in one tensor; Pipe's thread holds on to the last one until its next task."""
+    held: list[Tensor] = []
+
+    def hold(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        with lending("communication_buffers"):  # no activation: it outlives the step
+            held.append(torch.empty_like(output.chunk(chunks)[-1]))
+
+    model.register_forward_hook(hold)
+    return prepare(model, gradients)

@@ -4,18 +4,18 @@ Parallelism")."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.data import IGNORE_INDEX
 from harness.evaluation import evaluating, sum_losses
-from harness.implementation import EvaluationOutput, Implementation, Prediction, StepOutput, phase
+from harness.implementation import DryStep, EvaluationOutput, Implementation, Prediction, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import RecipeOptimizer, global_norm, norm_over_ranks
@@ -25,6 +25,7 @@ from harness.workload import Batch, Workload
 from impls.fairscale.parts import library
 from impls.fairscale.parts.parallel_costs import memory_bytes, step_wire_bytes
 from impls.fairscale.parts.parallel_layers import cut, cuts_logits, plan_of
+from impls.fairscale.parts.tensor_dry_run import dry_step
 
 
 class FairScaleTensorParallel(Implementation):
@@ -56,6 +57,14 @@ class FairScaleTensorParallel(Implementation):
         return memory_bytes(workload, parameters, layout.tensor)
 
     @classmethod
+    def dry_steps(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Sequence[Callable[[nn.Module], DryStep]]:
+        states = memory_bytes(workload, parameters, layout.tensor)
+        held_bytes = states["parameters"] + states["optimizer_states"]
+        return [partial(dry_step, workload, layout.tensor, held_bytes=held_bytes)]
+
+    @classmethod
     def predicted_wire_bytes(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> int | None:
@@ -65,12 +74,9 @@ class FairScaleTensorParallel(Implementation):
     def unpredicted(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> Mapping[Prediction, str]:
-        reasons: dict[Prediction, str] = {
-            "peak": "FairScale's layers exchange over a process group, which a rank without memory has none of"
-        }
-        if workload.training.activation_checkpointing:
-            reasons["bytes"] = "backward computes blocks again as far as torch finds it necessary, sums included"
-        return reasons
+        if not workload.training.activation_checkpointing:
+            return {}
+        return {"bytes": "backward computes blocks again as far as torch finds it necessary, sums included"}
 
     def __init__(self, workload: Workload, layout: Layout, mesh: Mesh, device: torch.device) -> None:
         from fairscale.nn.model_parallel import initialize

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.own_process import first_error
+from harness.own_process import first_error, remembered_error
 
 
 @pytest.mark.parametrize(
@@ -50,3 +50,56 @@ def _runs(process: int) -> bool:
     except ProcessLookupError:
         return False
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What pip leaves of one that can be imported here, beside an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    information = tmp_path / "packages" / "some-1.0.dist-info"
+    information.mkdir(parents=True)
+    monkeypatch.syspath_prepend(information.parent)
+    return information
+
+
+def counting(tmp_path: Path, then: str) -> str:
+    return f"open({str(tmp_path / 'asked')!r}, 'a').write('x')\n{then}"
+
+
+@pytest.mark.parametrize(
+    ("then", "remembers_errors", "answer", "times"),
+    [
+        ("pass", False, None, 1),
+        ("raise OSError('no compiler')", False, "OSError: no compiler", 3),
+        ("raise KeyError('all_gather')", True, "KeyError: 'all_gather'", 1),
+    ],
+)
+def test_what_follows_from_packages_is_asked_once(
+    package: Path, tmp_path: Path, then: str, remembers_errors: bool, answer: str | None, times: int
+) -> None:
+    for _ in range(3):
+        found = remembered_error(
+            counting(tmp_path, then), timeout_seconds=60, environment={"A": "b"}, remembers_errors=remembers_errors
+        )
+        assert found == answer
+    assert (tmp_path / "asked").read_text() == "x" * times
+
+
+def test_it_is_asked_again_when_a_package_or_the_environment_has_changed(package: Path, tmp_path: Path) -> None:
+    def ask(**environment: str) -> int:
+        remembered_error(counting(tmp_path, "pass"), timeout_seconds=60, environment=environment)
+        return len((tmp_path / "asked").read_text())
+
+    assert [ask(), ask()] == [1, 1]
+    os.utime(package, (0, 0))
+    assert [ask(), ask()] == [2, 2]
+    package.with_name("other-2.0.dist-info").mkdir()
+    assert [ask(), ask()] == [3, 3]
+    assert [ask(A="b"), ask(A="b")] == [4, 4]
+
+
+def test_a_cache_that_cannot_be_written_costs_the_question_again(package: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("no directory")
+    for _ in range(2):
+        assert remembered_error(counting(tmp_path, "pass"), timeout_seconds=60) is None
+    assert (tmp_path / "asked").read_text() == "xx"

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from harness.own_process import first_error
+from harness.own_process import first_error, remembered_error
 from harness.workload import Training
 from impls.deepspeed.parts.build_locks import abandoned_lock
 
@@ -31,7 +31,8 @@ _COMPILE_SECONDS = 3600.0  # of a minute or two, on a machine that has nothing e
 
 @functools.cache
 def why_not_usable() -> str | None:
-    """Why DeepSpeed cannot be imported here, or None; found out in a process of its own, once."""
+    """Why DeepSpeed cannot be imported here, or None; found out in a process of its own, once, and
+    remembered where it can, see harness.own_process."""
     try:
         # Not by its module, for which any folder of that name would pass.
         version = importlib.metadata.version("deepspeed")
@@ -42,7 +43,7 @@ def why_not_usable() -> str | None:
     release = tuple(int(number) for number in re.findall(r"\d+", str(version))[:2])
     if release != SUPPORTED:
         return f"DeepSpeed {version or 'unknown'} is installed, expected {'.'.join(map(str, SUPPORTED))}"
-    reason = _first_error("import deepspeed", _IMPORT_SECONDS)
+    reason = remembered_error("import deepspeed", timeout_seconds=_IMPORT_SECONDS, environment=_here())
     return None if reason is None else f"DeepSpeed {version} with torch {torch.__version__}: {reason}"
 
 
@@ -71,7 +72,7 @@ def _error_of_compiling(*builders: str) -> str | None:
         "    assert builder is not None, f'no operator {name} for this device'\n"
         "    builder.load(verbose=False)\n"
     )
-    return _first_error(program, _COMPILE_SECONDS)
+    return first_error(program, timeout_seconds=_COMPILE_SECONDS, environment=_here())
 
 
 def cpu_adam(training: Training, groups: list[dict[str, object]]) -> Optimizer:
@@ -160,6 +161,5 @@ def _environment(device_type: str) -> dict[str, str]:
     return {"DS_ACCELERATOR": device_type, "PATH": path}
 
 
-def _first_error(program: str, timeout_seconds: float) -> str | None:
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    return first_error(program, timeout_seconds=timeout_seconds, environment=_environment(device_type))
+def _here() -> dict[str, str]:
+    return _environment("cuda" if torch.cuda.is_available() else "cpu")

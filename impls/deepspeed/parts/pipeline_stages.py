@@ -100,10 +100,13 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(blocks)
 
     def forward(self, value: Any) -> Any:
-        inputs = list(value) if isinstance(value, tuple) else [value]
         with phase("forward"):
-            # gloo takes a tensor's memory for its elements in order
-            return as_value([tensor.contiguous() for tensor in run_blocks(list(self.blocks), inputs)])
+            return self.outputs(value)
+
+    def outputs(self, value: Any) -> Any:
+        inputs = list(value) if isinstance(value, tuple) else [value]
+        # gloo takes a tensor's memory for its elements in order
+        return as_value([tensor.contiguous() for tensor in run_blocks(list(self.blocks), inputs)])
 
 
 class Shared(nn.Module):
@@ -146,12 +149,12 @@ def memory_bytes(
     """Of the rank that needs most: its parameters with their states, a place for what it receives and the
     bucket of its gradients, which without ZeRO is a flat copy of them."""
     return max(
-        (_memory_bytes(planned, workload, parameters, rank, zero=zero) for rank in range(len(planned.stages))),
+        (memory_bytes_of_rank(planned, workload, parameters, rank, zero=zero) for rank in range(len(planned.stages))),
         key=lambda num_bytes: sum(num_bytes.values()),
     )
 
 
-def _memory_bytes(
+def memory_bytes_of_rank(
     planned: StagePlan, workload: Workload, parameters: Sequence[LogicalParameter], rank: int, *, zero: bool
 ) -> dict[MemoryCategory, int]:
     held = [parameter for parameter in parameters if rank in planned.held_by.get(parameter.name, [])]

@@ -20,7 +20,12 @@ from harness.parameters import LogicalParameter, MemoryCategory, all_reduce_wire
 from harness.wire_bytes import wire_bytes as wire_bytes_of
 from harness.workload import Workload
 from impls.deepspeed.parts.zero_3_dry_run import Gathering
-from impls.deepspeed.parts.zero_config import bucket_elements, keeps_gathered, keeps_whole_fp32_gradients
+from impls.deepspeed.parts.zero_config import (
+    bucket_elements,
+    keeps_gathered,
+    keeps_whole_fp32_gradients,
+    may_leave_out_norm,
+)
 from impls.deepspeed.parts.zero_dry_run import Reduction
 from impls.deepspeed.parts.zero_partition import decay_groups_of, padded_elements, partition_of
 
@@ -95,6 +100,7 @@ def reduction_of(
         contiguous=options.get("contiguous_gradients", True),
         scatters=options.get("reduce_scatter", True),
         to_owners=not options.get("use_multi_rank_bucket_allreduce", True),
+        takes_norm=workload.training.checks_norm or not may_leave_out_norm(workload, options),
         sum_dtype=precision.gradient,
         kept_dtype=precision.gradient,
         master_dtype=torch.float32,

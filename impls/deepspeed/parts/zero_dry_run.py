@@ -1,7 +1,7 @@
 """What a rank holds of gradients in the course of one backward under DeepSpeed's stages 0, 1 and 2, on tensors without
 memory: see harness.implementation.Preparation.
 
-    stage 0      every gradient stays, and all are copied into one tensor to be summed
+    stage 0      every gradient stays, and all are copied into one tensor to be summed; wider once more to be stepped
     stage 1      every gradient stays until backward is over, beside the bucket; then they go bucket by bucket
     stage 2      each goes into the bucket as it is made
 
@@ -29,8 +29,8 @@ from impls.deepspeed.parts.zero_partition import Partition, Piece
 class Reduction:
     """How gradients are reduced: in the course of the last micro-batch's backward or after it (`at_once`); in how many
     buckets and of how many elements, none where gradients stay where they are (`contiguous` not set); whether each
-    rank's part is told apart in a sum (`scatters`), and goes to that rank alone (`to_owners`); in which dtypes sums are
-    made, kept and stepped."""
+    rank's part is told apart in a sum (`scatters`), and goes to that rank alone (`to_owners`); whether the norm is
+    taken (`takes_norm`); in which dtypes sums are made, kept and stepped."""
 
     stage: int
     partition: Partition
@@ -41,6 +41,7 @@ class Reduction:
     contiguous: bool
     scatters: bool
     to_owners: bool
+    takes_norm: bool
     sum_dtype: torch.dtype
     kept_dtype: torch.dtype
     master_dtype: torch.dtype
@@ -80,9 +81,16 @@ class LentInBackward:
         if self._reduction.at_once:
             self._take(name)
 
+    def make_bucket(self) -> None:
+        """One more, which goes with the others."""
+        self._buckets.append(self._memory(self._reduction.bucket_elements, self._dtype))
+
     def end_backward(self) -> None:
         if not self._reduction.stage:
-            self._sum(sum(parameter.numel() for parameter in self._parameters.values()))
+            elements = sum(parameter.numel() for parameter in self._parameters.values())
+            self._sum(elements)
+            if self._reduction.master_dtype != self._dtype:
+                self._memory(elements, self._reduction.master_dtype)  # beside the gradients, for the update
             return
         if not self._reduction.at_once:
             for name in self._parameters:
@@ -146,7 +154,13 @@ class LentInBackward:
             self._memory(elements, self._reduction.sum_dtype)
 
     def _update(self) -> None:
-        """Of one group after the other what the rank steps, made one flat gradient, where it is not that already."""
+        """Of one group after the other what the rank steps, made one flat gradient, where it is not that already. The
+        norm comes before it, piece by piece, from fp64 copies."""
+        if self._reduction.takes_norm:
+            own = [
+                p.num_elements for of in self._reduction.partition.pieces.values() for p in of if p.owner == self._rank
+            ]
+            self._memory(max(own, default=0), torch.float64)
         for elements in () if self._keeps_wider else self._reduction.partition.sharded_elements:
             flat = self._memory(elements, self._reduction.kept_dtype)
             if self._reduction.master_dtype != flat.dtype:

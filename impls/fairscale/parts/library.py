@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 
-from harness.own_process import first_error
+from harness.own_process import remembered_error
 
 SUPPORTED = "0.4.13"
 """Its last release: what its wrappers do with buckets and hooks is known of this one."""
@@ -25,7 +25,7 @@ _IMPORT_SECONDS = 300.0
 @functools.cache
 def why_unavailable() -> str | None:
     """Why FairScale cannot be used by this Python, or None; asked once, of a process of its own: native extensions of
-    another torch's abort."""
+    another torch's abort. That it can is remembered, see harness.own_process."""
     try:
         version = importlib.metadata.version("fairscale")
     except importlib.metadata.PackageNotFoundError:
@@ -35,11 +35,11 @@ def why_unavailable() -> str | None:
     if version != SUPPORTED:
         return f"fairscale {SUPPORTED} is expected, {version or 'unknown'} is installed"
     program = "\n".join(f"import fairscale.{name}" for name in MODULES)
-    reason = first_error(program, timeout_seconds=_IMPORT_SECONDS)
+    reason = remembered_error(program, timeout_seconds=_IMPORT_SECONDS)
     return None if reason is None else f"fairscale {version} cannot be imported: {reason}"
 
 
 @functools.cache
 def why_not_fully_sharded_on_cpu() -> str | None:
     """What its fully sharded wrapper says to one step on a CPU, or None; asked once, of a process of its own."""
-    return first_error(_FULLY_SHARDED_STEP, timeout_seconds=_PROBE_SECONDS)
+    return remembered_error(_FULLY_SHARDED_STEP, timeout_seconds=_PROBE_SECONDS, remembers_errors=True)

@@ -9,10 +9,11 @@ import torch
 
 from harness import models
 from harness.layout import Layout
-from harness.measure import communication
+from harness.measure import communication, memory
 from harness.measure.memory import MemoryReport
-from harness.measure.predicted_memory import registry
+from harness.measure.predicted_memory import predicted, registry
 from harness.workload import in_precision
+from impls.deepspeed.parts.pipeline_dry_run import actions
 from impls.deepspeed.parts.pipeline_stages import plan
 from impls.deepspeed.pipeline import DeepSpeedPipeline
 from tests.conftest import Instrumented, parity_case
@@ -112,10 +113,62 @@ def test_bytes_sent_and_held_are_the_closed_form(
     assert sent["communication.bytes_per_step"] == DeepSpeedPipeline.predicted_wire_bytes(
         work, registry(work), case.layout, options
     )
-    predicted = DeepSpeedPipeline.predicted_memory(work, registry(work), case.layout, options)
-    assert predicted is not None
-    foreseen = next(r for r in reports if r.largest_bytes["parameters"] == predicted["parameters"])
+    states = DeepSpeedPipeline.predicted_memory(work, registry(work), case.layout, options)
+    assert states is not None
+    foreseen = next(r for r in reports if r.largest_bytes["parameters"] == states["parameters"])
     borders = sum(shape.num_bytes for border in plan(work, world_size, "flops").outputs for shape in border)
-    assert 0 <= foreseen.largest_bytes["gradients"] - predicted["gradients"] <= borders  # activations have some, too
-    assert foreseen.largest_bytes["communication_buffers"] == predicted["communication_buffers"]
-    assert foreseen.peak_allocated_bytes < 4 * sum(predicted.values())  # no bucket of 2 GB
+    assert 0 <= foreseen.largest_bytes["gradients"] - states["gradients"] <= borders  # activations have some, too
+    assert foreseen.largest_bytes["communication_buffers"] == states["communication_buffers"]
+    assert foreseen.peak_allocated_bytes < 4 * sum(states.values())  # no bucket of 2 GB
+
+
+def test_forwards_and_backwards_alternate_once_the_pipeline_is_full() -> None:
+    def line(rank: int) -> str:
+        return " ".join(f"{kind}{index}" for kind, index in actions(rank, 3, 4))
+
+    assert line(0) == "F0 F1 F2 B0 F3 B1 B2 B3"
+    assert line(1) == "F0 F1 B0 F2 B1 F3 B2 B3"
+    assert line(2) == "F0 B0 F1 B1 F2 B2 F3 B3"
+
+
+@pytest.mark.baselines
+@pytest.mark.parametrize(("num_stages", "num_micro_batches"), [(2, 1), (2, 4), (3, 2), (4, 8)])
+def test_the_order_is_that_of_deepspeeds_schedule(num_stages: int, num_micro_batches: int) -> None:
+    skip_unless_available(NAME)
+    from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
+
+    for rank in range(num_stages):
+        schedule = TrainSchedule(num_micro_batches, num_stages, rank)
+        kinds = {ForwardPass: "F", BackwardPass: "B"}
+        theirs = [
+            (kinds[type(instruction)], instruction.buffer_id)
+            for step in schedule.steps()
+            for instruction in step
+            if type(instruction) in kinds
+        ]
+        num_slots = schedule.num_pipe_buffers()
+        assert theirs == [(kind, index % num_slots) for kind, index in actions(rank, num_stages, num_micro_batches)]
+
+
+@pytest.mark.baselines
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("world_size", "workload", "precision", "options"),
+    [
+        (2, "gpt:size=tiny,vocabulary_size=4096,global_batch_size=4,num_micro_batches=4", "fp32", {}),
+        (4, "gpt:size=tiny,vocabulary_size=4096,global_batch_size=8,num_micro_batches=8", "fp32", {}),
+        (2, "gpt:size=tiny,vocabulary_size=4096,global_batch_size=4,num_micro_batches=2", "bf16", {"stage": 1}),
+    ],
+    ids=str,
+)
+def test_the_peak_is_the_plan(
+    instrumented: Instrumented, world_size: int, workload: str, precision: str, options: dict[str, Any]
+) -> None:
+    skip_unless_available(NAME)
+    case = replace(make_case(NAME, world_size, workload, precision, **options), layout=Layout(pipeline=world_size))
+    reports: list[MemoryReport] = instrumented.adopt(case).command("build_and_measure_memory", num_steps=1)
+    measured = memory.combine(reports)
+    foreseen = predicted(work_of(case), DeepSpeedPipeline, case.layout, options)
+    for figure in ("memory.activation_bytes", "memory.peak_allocated_bytes.max_rank"):
+        plan_of = {"memory.activation_bytes": "activation"}.get(figure, "peak")
+        assert measured[figure] == pytest.approx(foreseen[f"memory.predicted_{plan_of}_bytes"], rel=0.03), figure

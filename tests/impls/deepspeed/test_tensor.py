@@ -9,9 +9,9 @@ import torch
 
 from harness import models
 from harness.layout import Layout
-from harness.measure import communication
+from harness.measure import communication, memory
 from harness.measure.memory import MemoryReport
-from harness.measure.predicted_memory import registry
+from harness.measure.predicted_memory import predicted, registry
 from harness.workload import in_precision
 from impls.deepspeed.parts.tensor_slices import Slice, slices_of
 from impls.deepspeed.tensor import DeepSpeedTensorParallel
@@ -120,7 +120,30 @@ def test_bytes_sent_and_held_are_the_closed_form(
     sent = communication.summarise([answer["records"] for answer in answers])
     wire = DeepSpeedTensorParallel.predicted_wire_bytes(work, registry(work), case.layout, options)
     assert sent["communication.bytes_per_step"] == wire
-    predicted = DeepSpeedTensorParallel.predicted_memory(work, registry(work), case.layout, options)
-    assert predicted is not None
+    states = DeepSpeedTensorParallel.predicted_memory(work, registry(work), case.layout, options)
+    assert states is not None
     for category in ("parameters", "gradients", "communication_buffers"):
-        assert max(report.largest_bytes[category] for report in reports) == predicted[category], category
+        assert max(report.largest_bytes[category] for report in reports) == states[category], category
+
+
+@pytest.mark.baselines
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("world_size", "workload", "precision", "options"),
+    [
+        (2, "gpt:size=tiny,vocabulary_size=4096,global_batch_size=4", "fp32", {}),
+        (2, "gpt:size=tiny,vocabulary_size=4096,global_batch_size=4,num_micro_batches=2", "fp32", {"cuts_head": False}),
+        (4, "gpt:size=tiny,vocabulary_size=4096,global_batch_size=4", "bf16", {}),
+        (2, "awkward:kind=tied", "fp32", {}),
+    ],
+    ids=str,
+)
+def test_the_peak_is_the_plan(
+    instrumented: Instrumented, world_size: int, workload: str, precision: str, options: dict[str, Any]
+) -> None:
+    skip_unless_available(NAME)
+    case = replace(make_case(NAME, world_size, workload, precision, **options), layout=Layout(tensor=world_size))
+    reports: list[MemoryReport] = instrumented.adopt(case).command("build_and_measure_memory", num_steps=1)
+    measured = memory.combine(reports)["memory.peak_allocated_bytes.max_rank"]
+    foreseen = predicted(work_of(case), DeepSpeedTensorParallel, case.layout, options)
+    assert measured == pytest.approx(foreseen["memory.predicted_peak_bytes"], rel=0.03)

@@ -10,9 +10,9 @@ import pytest
 from harness import implementation
 from harness.case import Case
 from harness.layout import Layout
-from harness.measure import communication
+from harness.measure import communication, memory
 from harness.measure.memory import MemoryReport
-from harness.measure.predicted_memory import registry
+from harness.measure.predicted_memory import predicted, registry
 from impls.fairscale.parts.fully_sharded_costs import memory_bytes, sent_bytes
 from tests.conftest import Instrumented
 from tests.impls.test_figures import GPT, predicted_bytes, work_of
@@ -66,15 +66,15 @@ def test_bytes_sent_and_held_are_the_closed_form(
     sent = communication.summarise([answer["records"] for answer in answers])["communication.bytes_per_step"]
     assert 0 <= sent - predicted_bytes(case) < (3 if name == "fairscale.oss" else 1)
 
-    predicted = implementation.load(name).predicted_memory(work, registry(work), layout, options)
-    assert predicted is not None
-    largest = {kind: max(report.largest_bytes[kind] for report in reports) for kind in predicted}
-    assert largest["parameters"] == predicted["parameters"]
-    counters = largest["optimizer_states"] - predicted["optimizer_states"]
+    states = implementation.load(name).predicted_memory(work, registry(work), layout, options)
+    assert states is not None
+    largest = {kind: max(report.largest_bytes[kind] for report in reports) for kind in states}
+    assert largest["parameters"] == states["parameters"]
+    counters = largest["optimizer_states"] - states["optimizer_states"]
     assert counters % 4 == 0
     assert 0 <= counters <= 4 * len(registry(work))
     if work.training.num_micro_batches == 1 or name == "fairscale.tensor":
-        assert largest["gradients"] == predicted["gradients"]
+        assert largest["gradients"] == states["gradients"]
 
 
 @pytest.mark.parametrize(
@@ -101,3 +101,30 @@ def test_fully_sharded_sends_and_holds_the_closed_form_where_its_streams_are_tak
     for category, num_bytes in memory_bytes(work, registry(work), ranks).items():
         counters = max(report.largest_bytes[category] for report in reports) - num_bytes
         assert 0 <= counters <= (4 * len(registry(work)) if category == "optimizer_states" else 0), category
+
+
+BROAD = "gpt:size=tiny,vocabulary_size=4096,global_batch_size=4"
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "workload", "precision", "options"),
+    [
+        ("fairscale.tensor", Layout(tensor=2), BROAD, "fp32", {}),
+        ("fairscale.tensor", Layout(tensor=4), BROAD, "bf16", {}),
+        ("fairscale.tensor", Layout(tensor=2), f"{BROAD},num_micro_batches=2", "fp32", {}),
+        ("fairscale.pipe", Layout(), BROAD, "fp32", {}),
+        ("fairscale.pipe", Layout(), BROAD, "fp32", {"chunks": 1, "num_partitions": 3}),
+    ],
+    ids=str,
+)
+def test_the_peak_is_the_plan(
+    instrumented: Instrumented, name: str, layout: Layout, workload: str, precision: str, options: dict[str, Any]
+) -> None:
+    case = make_case(name, layout, workload, precision, options)
+    reports: list[MemoryReport] = instrumented.adopt(case).command("build_and_measure_memory", num_steps=1)
+    measured = memory.combine(reports)
+    foreseen = predicted(work_of(case), implementation.load(name), layout, options)
+    peak = measured["memory.peak_allocated_bytes.max_rank"]
+    assert peak == pytest.approx(foreseen["memory.predicted_peak_bytes"], rel=0.03)
+    activations = measured["memory.activation_bytes"]
+    assert activations == pytest.approx(foreseen["memory.predicted_activation_bytes"], rel=0.03)

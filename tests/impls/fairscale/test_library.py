@@ -45,6 +45,7 @@ def pretend(directory: Path, version: str, source: str, monkeypatch: pytest.Monk
     (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: fairscale\nVersion: {version}\n")
     monkeypatch.syspath_prepend(directory)
     monkeypatch.setenv("PYTHONPATH", str(directory), prepend=os.pathsep)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(directory / "cache"))  # nobody shall remember it
 
 
 @pytest.mark.parametrize("name", NAMES)
