@@ -1,6 +1,6 @@
 """Where a rank gathers its gradients, and how each rank gets the sum of its own shard: a reduce-scatter over the
-process group or through shared memory (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion
-Parameter Models"). Who shards does not know which.
+process group or through shared memory (shared_gradients.py; Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward
+Training Trillion Parameter Models"). Who shards does not know which.
 
               rank 0's own        rank 1's own        rank 2's own            n = 3; S1 = a1 + b1 + c1, in this order
     before    | a0 | a1 | a2 |    | b0 | b1 | b2 |    | c0 | c1 | c2 |        whichever transport, on rank 1 only
@@ -12,9 +12,8 @@ transports, and where every rank has -0.0 so has the sum (a marker, see [Note: U
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +22,8 @@ from torch import Tensor
 
 from harness.implementation import CollectiveObserver, lending
 from impls.native.parts import flat_memory, ordered_sum
-from impls.native.parts.shared_region import ALIGNMENT, SharedRegion, round_up
+from impls.native.parts.collectives import BackgroundCollectives, Handle
+from impls.native.parts.shared_region import ALIGNMENT, round_up
 
 _CPU = torch.device("cpu")
 MAX_IN_FLIGHT = 2  # flats that a rank exchanges at a time: each needs room for its peers' pieces
@@ -57,6 +57,10 @@ class Flat:
         return full[rank * self.num_shard_elements : (rank + 1) * self.num_shard_elements]
 
 
+Then = Callable[[], None]
+"""What becomes of a sum; waits for nobody."""
+
+
 class GradientShards(Protocol):
     """Sums of flat gradients over a group of ranks, of which each rank gets its own shard. Flats are numbered; every
     rank starts them in the same order."""
@@ -73,9 +77,10 @@ class GradientShards(Protocol):
         """Returns once `own(index)` may be filled: whoever used its slot last has been summed by everybody."""
         ...
 
-    def start(self, index: int, into: Tensor, *, add: bool) -> None:
+    def start(self, index: int, into: Tensor, *, add: bool, then: Then | None = None) -> None:
         """`own(index)` is filled; the sum of this rank's shard will be written to `into` (num_shard_elements,), or with
-        `add` be added to it. `into` may be this very shard of `own(index)`, if nothing is to be added."""
+        `add` be added to it. `into` may be this very shard of `own(index)`, if nothing is to be added. Once the sum is
+        there `then` is called, on whatever thread, in the order of the starts, and before `wait(index)` returns."""
         ...
 
     def progress(self) -> None:
@@ -102,12 +107,22 @@ class _Exchange:
     shares: Sequence[Tensor]  # what is to be summed, or the sum alone, where the library has summed
     into: Tensor
     add: bool
+    then: Then | None
+
+    def sum(self) -> None:
+        """Waits for all pieces, and sums them."""
+        for work in self.works:
+            work.wait()
+        ordered_sum.write(self.shares, self.into, add=self.add)
+        if self.then is not None:
+            self.then()
 
 
 class ProcessGroupShards:
     """Over torch.distributed. On the CPU each rank sends every peer its piece and sums what it receives itself: gloo's
     own reduce-scatter runs an all-reduce on a copy (64 MB over 2 ranks: 78 ms against 23). At most two flats are in
-    flight, so that received pieces need little memory: to start a third finishes the oldest."""
+    flight, so that received pieces need little memory: to start a third finishes the oldest. gloo says that a message
+    is complete only to whoever waits for it: where something comes after the sum, a thread waits, and sums."""
 
     def __init__(
         self,
@@ -128,6 +143,8 @@ class ProcessGroupShards:
         self._own = [flat.view(self._slots[flat.slot], self._num_ranks) for flat in flats]
         self._device = device
         self._in_flight: dict[int, _Exchange] = {}  # by index, the oldest first
+        self._background = BackgroundCollectives("meshmark gradient shards")
+        self._in_background: dict[int, Handle] = {}  # sums that the thread makes
         self._last_of_slot: dict[int, int] = {}
 
     def own(self, index: int) -> Tensor:
@@ -146,32 +163,48 @@ class ProcessGroupShards:
             num_bytes = self._num_ranks * self._flats[index].shard_bytes
             flat_memory.take(self._slots[slot], "communication_buffers", num_bytes)
 
-    def start(self, index: int, into: Tensor, *, add: bool) -> None:
+    def start(self, index: int, into: Tensor, *, add: bool, then: Then | None = None) -> None:
         flat, own = self._flats[index], self._own[index]
         is_null = self._observer is not None and self._observer.null
-        if _sums_alone(flat, self._num_ranks, is_null=is_null):
+        if sums_alone(flat, self._num_ranks, is_null=is_null):
             ordered_sum.write([flat.shard(own, self._rank)], into, add=add)
             self._give_back(index)
+            if then is not None and self._library_sums:
+                for earlier in list(self._in_flight.values()):
+                    self._finish(earlier)
+                then()
+            elif then is not None:
+                self._in_background[index] = self._background.start(then)  # behind those that came before
             return
         self.wait(index)
         if len(self._in_flight) == MAX_IN_FLIGHT:
             self._finish(next(iter(self._in_flight.values())))
         works, shares = self._begin(index, own, into, add=add)
-        self._in_flight[index] = _Exchange(index=index, works=works, shares=shares, into=into, add=add)
+        exchange = _Exchange(index=index, works=works, shares=shares, into=into, add=add, then=then)
+        self._in_flight[index] = exchange
+        if then is not None and not self._library_sums:
+            self._in_background[index] = self._background.start(exchange.sum)
         self._last_of_slot[flat.slot] = index
 
     def progress(self) -> None:
-        pass  # gloo says that a message is complete only to whoever waits for it
+        pass
 
     def wait(self, index: int) -> None:
-        if index in self._in_flight:
-            self._finish(self._in_flight[index])
+        exchange = self._in_flight.get(index)
+        if exchange is not None:
+            # What comes after sums keeps to their order.
+            while exchange.then is not None and (oldest := next(iter(self._in_flight.values()))) is not exchange:
+                self._finish(oldest)
+            self._finish(exchange)
+        elif index in self._in_background:
+            self._in_background.pop(index).wait()
 
     def buffers(self) -> Iterable[Tensor]:
         return list(self._slots.values())
 
     def close(self) -> None:
         self._in_flight.clear()
+        self._background.close()
 
     def _begin(self, index: int, own: Tensor, into: Tensor, *, add: bool) -> tuple[list[Any], list[Tensor]]:
         """What is to be waited for, and then summed."""
@@ -205,9 +238,10 @@ class ProcessGroupShards:
         return works, [*landings[: self._rank], flat.shard(own, self._rank), *landings[self._rank :]]
 
     def _finish(self, exchange: _Exchange) -> None:
-        for work in exchange.works:
-            work.wait()
-        ordered_sum.write(exchange.shares, exchange.into, add=exchange.add)
+        if exchange.index in self._in_background:
+            self._in_background.pop(exchange.index).wait()
+        else:
+            exchange.sum()
         del self._in_flight[exchange.index]
         self._give_back(exchange.index)
 
@@ -215,102 +249,6 @@ class ProcessGroupShards:
         slot = self._flats[index].slot
         if slot in self._lent_slots:
             flat_memory.give_back(self._slots[slot])
-
-
-class _Flag(IntEnum):
-    PUBLISHED = 0  # own(index) is filled
-    REDUCED = 1  # my shard is summed: I need nothing of my peers' any more
-
-
-class SharedMemoryShards:
-    """Through memory that all ranks map (parts/shared_region.py): each rank sums its shard straight out of its peers'
-    slots. Collective over `group`; raises what SharedRegion does."""
-
-    def __init__(
-        self,
-        flats: Sequence[Flat],
-        group: dist.ProcessGroup,
-        *,
-        timeout_seconds: float,
-        observer: CollectiveObserver | None = None,
-    ) -> None:
-        sizes = slot_bytes(flats, group.size())
-        self._region = SharedRegion(
-            list(sizes.values()),
-            group,
-            flags=_Flag,
-            things=[f"flat {index}" for index in range(len(flats))],
-            purpose="gradients",
-            timeout_seconds=timeout_seconds,
-            observer=observer,
-        )
-        self._flats = flats
-        self._rank, self._num_ranks = self._region.rank, self._region.num_ranks
-        self._part_of_slot = {slot: part for part, slot in enumerate(sizes)}
-        everyones = [
-            self._region.tensors(self._part_of_slot[flat.slot], self._num_ranks * flat.num_shard_elements, flat.dtype)
-            for flat in flats
-        ]
-        self._own = [fulls[self._rank] for fulls in everyones]
-        self._shares = [
-            [flat.shard(full, self._rank) for full in fulls] for flat, fulls in zip(flats, everyones, strict=True)
-        ]
-        self._epochs = [0] * len(flats)
-        self._unreduced: dict[int, tuple[Tensor, bool]] = {}  # into, add; in the order of their starts
-        self._last_of_slot: dict[int, int] = {}
-
-    def own(self, index: int) -> Tensor:
-        return self._own[index]
-
-    def rest(self) -> None:
-        pass  # what peers map stays
-
-    def reclaim(self, index: int) -> None:
-        last = self._last_of_slot.get(self._flats[index].slot)
-        if last is not None:
-            with self._region.blocked(last):
-                self._region.until_all(_Flag.REDUCED, last, self._epochs[last], self.progress)
-
-    def start(self, index: int, into: Tensor, *, add: bool) -> None:
-        flat, own = self._flats[index], self._own[index]
-        if _sums_alone(flat, self._num_ranks, is_null=self._region.is_null):
-            ordered_sum.write([flat.shard(own, self._rank)], into, add=add)
-            return
-        self._epochs[index] += 1
-        self._last_of_slot[flat.slot] = index
-        self._unreduced[index] = (into, add)
-        self._region.launched("reduce_scatter", index, own, (self._num_ranks - 1) * flat.shard_bytes)
-        self._region.set(_Flag.PUBLISHED, index, self._epochs[index])
-        self.progress()
-
-    def progress(self) -> None:
-        for index in [
-            i
-            for i in self._unreduced
-            if self._region.arrived(i) and self._region.all_reached(_Flag.PUBLISHED, i, self._epochs[i])
-        ]:
-            into, add = self._unreduced.pop(index)
-            with self._region.blocked(index):
-                ordered_sum.write(self._shares[index], into, add=add)
-            self._region.set(_Flag.REDUCED, index, self._epochs[index])
-            self._region.completed(index)
-
-    def wait(self, index: int) -> None:
-        if index in self._unreduced:
-            self._region.until_arrived(index)
-            with self._region.blocked(index):
-                self._region.until_all(_Flag.PUBLISHED, index, self._epochs[index], self.progress)
-            self.progress()
-
-    def buffers(self) -> Iterable[Tensor]:
-        return [self._region.part(self._rank, part) for part in self._part_of_slot.values()]
-
-    def close(self) -> None:
-        """Gives up the views; the memory goes when the last tensor on it does."""
-        self._own.clear()
-        self._shares.clear()
-        self._unreduced.clear()
-        self._region.close()
 
 
 def slot_bytes(flats: Sequence[Flat], num_shards: int) -> dict[int, int]:
@@ -340,7 +278,7 @@ def _piece_bytes(flat: Flat) -> int:
     return round_up(flat.shard_bytes, ALIGNMENT)
 
 
-def _sums_alone(flat: Flat, num_ranks: int, *, is_null: bool) -> bool:
+def sums_alone(flat: Flat, num_ranks: int, *, is_null: bool) -> bool:
     """Without peers, and in a step that exchanges nothing, which goes on with this rank's own share: a sum that was
     never written would be whatever memory held."""
     return num_ranks == 1 or not flat.num_shard_elements or is_null
