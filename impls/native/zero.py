@@ -16,7 +16,7 @@ before it waits, forward or backward, has its rank start all that is due of the 
 everything in one order.
 
 With `Layout(data=8, shard=4)` ranks shard within groups of four and replicate across them: gathers and reduce-scatters
-stay inside a group, and each shard of the gradients is then summed across the groups.
+stay inside a group, and each shard of the gradients is then summed across the groups (parts/replica_sums.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from functools import partial
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -49,6 +48,7 @@ from impls.native.parts.gradient_shards import MAX_IN_FLIGHT
 from impls.native.parts.hierarchy import Hierarchical
 from impls.native.parts.optimizer_state import by_parameter, state_names
 from impls.native.parts.rank_model import Kinds, Passes, RankModel
+from impls.native.parts.replica_sums import ReplicaSums
 from impls.native.parts.sharded_bucket import ShardedBucket
 from impls.native.parts.sharded_memory import ShardedMemory
 from impls.native.parts.shared_memory import Transport
@@ -168,11 +168,11 @@ class NativeShardedOptimizer(Implementation):
         if transport == "shared_memory":
             self.transport_fallback = shared_memory.why_not(mesh, device, axis="shard")
         self.shard_group = mesh.group("shard")
-        self.replicas = mesh.group("replicate") if layout.data > layout.shard_degree else None
+        replicas = mesh.group("replicate") if layout.data > layout.shard_degree else None
         self.hierarchical_fallback = hierarchy.fallback(hierarchical, mesh, "shard", device)
-        self.levels_of_replicas = None
+        levels_of_replicas = None
         if hierarchy.is_chosen(hierarchical, layout, mesh.seats, "replicate", device):
-            self.levels_of_replicas = hierarchy.levels(mesh, "replicate")
+            levels_of_replicas = hierarchy.levels(mesh, "replicate")
             self.hierarchical_fallback = None
         self.model = self._make_model(workload, layout, mesh, device)
         self.module = self.model.module
@@ -201,6 +201,11 @@ class NativeShardedOptimizer(Implementation):
             whose=self.whose,
         )
         self.buckets: list[ShardedBucket] = self.memory.buckets
+        self.levels = self.memory.levels or levels_of_replicas
+        self.replicas: ReplicaSums | None = None
+        if replicas is not None:
+            shards = [bucket.shard_gradients for bucket in self.buckets]
+            self.replicas = ReplicaSums(shards, replicas, levels_of_replicas)
         self.units: UnitGathers | None = None
         if stage == 3:
             self.units = UnitGathers(
@@ -282,6 +287,11 @@ class NativeShardedOptimizer(Implementation):
         last one's."""
         return self.stage > 1 or self._micro_batch == self._num_micro_batches - 1
 
+    @property
+    def _completes_sums(self) -> bool:
+        """Whether what is reduced now is the last of the step: where gradients are kept whole nothing else is."""
+        return self.stage == 1 or self._micro_batch == self._num_micro_batches - 1
+
     def _step(self, learning_rate: float) -> tuple[Tensor | None, bool]:
         """Updates the shards, each as its sum arrives unless the recipe needs the norm over all of them first."""
         training = self.workload.training
@@ -312,10 +322,8 @@ class NativeShardedOptimizer(Implementation):
         """This rank's shard of the sum over all data ranks."""
         bucket = self.buckets[index]
         self.memory.exchange.wait(index)
-        if self.levels_of_replicas is not None:
-            hierarchy.all_reduce(bucket.shard_gradients, self.levels_of_replicas)
-        elif self.replicas is not None:
-            dist.all_reduce(bucket.shard_gradients, group=self.replicas)
+        if self.replicas is not None:
+            self.replicas.wait(index)
         bucket.settle()
 
     def _global_norm(self) -> Tensor:
@@ -350,7 +358,7 @@ class NativeShardedOptimizer(Implementation):
 
     def facts(self) -> Mapping[str, str]:
         facts = {"transport": self.memory.transport, "num_buckets": str(len(self.buckets)), **self.model.facts()}
-        facts |= hierarchy.facts(self.memory.levels or self.levels_of_replicas, self.hierarchical_fallback)
+        facts |= hierarchy.facts(self.levels, self.hierarchical_fallback)
         if self.stage == 3:
             facts["num_units"] = str(len(self.plan.modules))
         if self.plan.untraced_because:
@@ -376,6 +384,8 @@ class NativeShardedOptimizer(Implementation):
         for hook in self._hooks:
             hook.remove()
         self.memory.close()
+        if self.replicas is not None:
+            self.replicas.close()
         self.model.close()
 
     def _make_model(self, workload: Workload, layout: Layout, mesh: Mesh, device: torch.device) -> RankModel:
@@ -456,7 +466,10 @@ class NativeShardedOptimizer(Implementation):
         bucket.mark_unused()
         self.model.sum_partial(self._kinds(bucket), bucket.gradients)
         bucket.start_filling()
-        self.memory.start_sum(index, add=self.stage > 1 and self._micro_batch > 0)
+        then = None
+        if self.replicas is not None and self._completes_sums:
+            then = partial(self.replicas.start, index)
+        self.memory.start_sum(index, add=self.stage > 1 and self._micro_batch > 0, then=then)
 
     def _kinds(self, bucket: ShardedBucket) -> Kinds:
         """Of its parameters, which are alike in that."""

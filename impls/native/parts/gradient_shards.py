@@ -12,7 +12,7 @@ transports, and where every rank has -0.0 so has the sum (a marker, see [Note: U
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from harness.implementation import CollectiveObserver, lending
 from impls.native.parts import flat_memory, ordered_sum
+from impls.native.parts.collectives import BackgroundCollectives, Handle
 from impls.native.parts.shared_region import ALIGNMENT, SharedRegion, round_up
 
 _CPU = torch.device("cpu")
@@ -57,6 +58,10 @@ class Flat:
         return full[rank * self.num_shard_elements : (rank + 1) * self.num_shard_elements]
 
 
+Then = Callable[[], None]
+"""What becomes of a sum; waits for nobody."""
+
+
 class GradientShards(Protocol):
     """Sums of flat gradients over a group of ranks, of which each rank gets its own shard. Flats are numbered; every
     rank starts them in the same order."""
@@ -73,9 +78,10 @@ class GradientShards(Protocol):
         """Returns once `own(index)` may be filled: whoever used its slot last has been summed by everybody."""
         ...
 
-    def start(self, index: int, into: Tensor, *, add: bool) -> None:
+    def start(self, index: int, into: Tensor, *, add: bool, then: Then | None = None) -> None:
         """`own(index)` is filled; the sum of this rank's shard will be written to `into` (num_shard_elements,), or with
-        `add` be added to it. `into` may be this very shard of `own(index)`, if nothing is to be added."""
+        `add` be added to it. `into` may be this very shard of `own(index)`, if nothing is to be added. Once the sum is
+        there `then` is called, on whatever thread, in the order of the starts, and before `wait(index)` returns."""
         ...
 
     def progress(self) -> None:
@@ -102,12 +108,22 @@ class _Exchange:
     shares: Sequence[Tensor]  # what is to be summed, or the sum alone, where the library has summed
     into: Tensor
     add: bool
+    then: Then | None
+
+    def sum(self) -> None:
+        """Waits for all pieces, and sums them."""
+        for work in self.works:
+            work.wait()
+        ordered_sum.write(self.shares, self.into, add=self.add)
+        if self.then is not None:
+            self.then()
 
 
 class ProcessGroupShards:
     """Over torch.distributed. On the CPU each rank sends every peer its piece and sums what it receives itself: gloo's
     own reduce-scatter runs an all-reduce on a copy (64 MB over 2 ranks: 78 ms against 23). At most two flats are in
-    flight, so that received pieces need little memory: to start a third finishes the oldest."""
+    flight, so that received pieces need little memory: to start a third finishes the oldest. gloo says that a message
+    is complete only to whoever waits for it: where something comes after the sum, a thread waits, and sums."""
 
     def __init__(
         self,
@@ -128,6 +144,8 @@ class ProcessGroupShards:
         self._own = [flat.view(self._slots[flat.slot], self._num_ranks) for flat in flats]
         self._device = device
         self._in_flight: dict[int, _Exchange] = {}  # by index, the oldest first
+        self._background = BackgroundCollectives("meshmark gradient shards")
+        self._in_background: dict[int, Handle] = {}  # sums that the thread makes
         self._last_of_slot: dict[int, int] = {}
 
     def own(self, index: int) -> Tensor:
@@ -146,32 +164,48 @@ class ProcessGroupShards:
             num_bytes = self._num_ranks * self._flats[index].shard_bytes
             flat_memory.take(self._slots[slot], "communication_buffers", num_bytes)
 
-    def start(self, index: int, into: Tensor, *, add: bool) -> None:
+    def start(self, index: int, into: Tensor, *, add: bool, then: Then | None = None) -> None:
         flat, own = self._flats[index], self._own[index]
         is_null = self._observer is not None and self._observer.null
         if _sums_alone(flat, self._num_ranks, is_null=is_null):
             ordered_sum.write([flat.shard(own, self._rank)], into, add=add)
             self._give_back(index)
+            if then is not None and self._library_sums:
+                for earlier in list(self._in_flight.values()):
+                    self._finish(earlier)
+                then()
+            elif then is not None:
+                self._in_background[index] = self._background.start(then)  # behind those that came before
             return
         self.wait(index)
         if len(self._in_flight) == MAX_IN_FLIGHT:
             self._finish(next(iter(self._in_flight.values())))
         works, shares = self._begin(index, own, into, add=add)
-        self._in_flight[index] = _Exchange(index=index, works=works, shares=shares, into=into, add=add)
+        exchange = _Exchange(index=index, works=works, shares=shares, into=into, add=add, then=then)
+        self._in_flight[index] = exchange
+        if then is not None and not self._library_sums:
+            self._in_background[index] = self._background.start(exchange.sum)
         self._last_of_slot[flat.slot] = index
 
     def progress(self) -> None:
-        pass  # gloo says that a message is complete only to whoever waits for it
+        pass
 
     def wait(self, index: int) -> None:
-        if index in self._in_flight:
-            self._finish(self._in_flight[index])
+        exchange = self._in_flight.get(index)
+        if exchange is not None:
+            # What comes after sums keeps to their order.
+            while exchange.then is not None and (oldest := next(iter(self._in_flight.values()))) is not exchange:
+                self._finish(oldest)
+            self._finish(exchange)
+        elif index in self._in_background:
+            self._in_background.pop(index).wait()
 
     def buffers(self) -> Iterable[Tensor]:
         return list(self._slots.values())
 
     def close(self) -> None:
         self._in_flight.clear()
+        self._background.close()
 
     def _begin(self, index: int, own: Tensor, into: Tensor, *, add: bool) -> tuple[list[Any], list[Tensor]]:
         """What is to be waited for, and then summed."""
@@ -205,9 +239,10 @@ class ProcessGroupShards:
         return works, [*landings[: self._rank], flat.shard(own, self._rank), *landings[self._rank :]]
 
     def _finish(self, exchange: _Exchange) -> None:
-        for work in exchange.works:
-            work.wait()
-        ordered_sum.write(exchange.shares, exchange.into, add=exchange.add)
+        if exchange.index in self._in_background:
+            self._in_background.pop(exchange.index).wait()
+        else:
+            exchange.sum()
         del self._in_flight[exchange.index]
         self._give_back(exchange.index)
 
@@ -257,6 +292,7 @@ class SharedMemoryShards:
         ]
         self._epochs = [0] * len(flats)
         self._unreduced: dict[int, tuple[Tensor, bool]] = {}  # into, add; in the order of their starts
+        self._thens: dict[int, Then] = {}  # of sums under way, in this order too
         self._last_of_slot: dict[int, int] = {}
 
     def own(self, index: int) -> Tensor:
@@ -271,14 +307,19 @@ class SharedMemoryShards:
             with self._region.blocked(last):
                 self._region.until_all(_Flag.REDUCED, last, self._epochs[last], self.progress)
 
-    def start(self, index: int, into: Tensor, *, add: bool) -> None:
+    def start(self, index: int, into: Tensor, *, add: bool, then: Then | None = None) -> None:
         flat, own = self._flats[index], self._own[index]
         if _sums_alone(flat, self._num_ranks, is_null=self._region.is_null):
             ordered_sum.write([flat.shard(own, self._rank)], into, add=add)
+            if then is not None:
+                self._thens[index] = then
+                self._go_on()
             return
         self._epochs[index] += 1
         self._last_of_slot[flat.slot] = index
         self._unreduced[index] = (into, add)
+        if then is not None:
+            self._thens[index] = then
         self._region.launched("reduce_scatter", index, own, (self._num_ranks - 1) * flat.shard_bytes)
         self._region.set(_Flag.PUBLISHED, index, self._epochs[index])
         self.progress()
@@ -294,6 +335,12 @@ class SharedMemoryShards:
                 ordered_sum.write(self._shares[index], into, add=add)
             self._region.set(_Flag.REDUCED, index, self._epochs[index])
             self._region.completed(index)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """To what comes after sums, in their order: a later one may have been made before an earlier one."""
+        while self._thens and (earliest := next(iter(self._thens))) not in self._unreduced:
+            self._thens.pop(earliest)()
 
     def wait(self, index: int) -> None:
         if index in self._unreduced:
@@ -310,6 +357,7 @@ class SharedMemoryShards:
         self._own.clear()
         self._shares.clear()
         self._unreduced.clear()
+        self._thens.clear()
         self._region.close()
 
 

@@ -41,11 +41,6 @@ class HierarchicalShards(ProcessGroupShards):
     ) -> None:
         super().__init__(flats, group, device, observer=observer)
         self._levels = levels
-        self._background = BackgroundCollectives("meshmark gradient shards")
-
-    def close(self) -> None:
-        super().close()
-        self._background.close()
 
     def _begin(self, index: int, own: Tensor, into: Tensor, *, add: bool) -> tuple[list[Any], list[Tensor]]:
         flat, (inside, across, _) = self._flats[index], self._levels

@@ -16,7 +16,7 @@ from harness.parameters import MemoryCategory
 from harness.workload import Workload
 from impls.native.parts import flat_memory
 from impls.native.parts.buckets import Segment, view_like
-from impls.native.parts.gradient_shards import GradientShards, ProcessGroupShards, SharedMemoryShards
+from impls.native.parts.gradient_shards import GradientShards, ProcessGroupShards, SharedMemoryShards, Then
 from impls.native.parts.hierarchical_exchange import HierarchicalGathers, HierarchicalShards
 from impls.native.parts.hierarchy import Levels, levels
 from impls.native.parts.parameter_gathers import ParameterGathers, ProcessGroupGathers
@@ -70,11 +70,11 @@ class ShardedMemory:
             for bucket in self.buckets:
                 flat_memory.give_back(bucket.shard_gradients)
 
-    def start_sum(self, index: int, *, add: bool) -> None:
+    def start_sum(self, index: int, *, add: bool, then: Then | None = None) -> None:
         """This rank's gradients of the bucket are there; see GradientShards."""
         if self._plan.stage > 1:
             flat_memory.take(self.buckets[index].shard_gradients, "gradients")
-        self.exchange.start(index, self.buckets[index].shard_gradients, add=add)
+        self.exchange.start(index, self.buckets[index].shard_gradients, add=add, then=then)
 
     def begin_update(self) -> None:
         """Backward has ended on this rank. Returns once it may write to its shards of the parameters."""

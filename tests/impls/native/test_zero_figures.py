@@ -3,6 +3,7 @@ bytes of memory, exactly; the peak; and that stage 3's does not grow with the nu
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,23 @@ def test_bytes_on_the_wire_are_the_closed_form(instrumented: Instrumented, layou
         num_gathers = 1.5 if stage == 3 else 1
         exact = half + num_gathers * half + replicas
         assert exact <= sent <= exact * (1 if layout.data != 3 else 1.001)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_replicas_begin_while_backward_goes_on(instrumented: Instrumented, stage: int) -> None:
+    """A bucket's sum over replicas is on its way before the one that is two after it is sent within the group."""
+    case = make_case(Layout(data=4, shard=2), f"{STACK}:depth=8,num_micro_batches=2", stage=stage)
+    case = replace(case, options=case.options | (SMALL if stage < 3 else {}))
+    launch = instrumented.adopt(case)
+    num_buckets = int(launch.command("build")[0]["num_buckets"])
+    assert num_buckets >= 8
+    launch.command("time_steps", num_steps=2)
+    for answer in launch.command("measure_communication", num_steps=2):
+        for record in answer["records"]:
+            sent = sorted(event.launched for event in record.events if event.operation == "send")[-num_buckets:]
+            summed = sorted(event.launched for event in record.events if event.operation == "all_reduce")
+            assert len(summed) == num_buckets
+            assert all(across < within for across, within in zip(summed, sent[2:], strict=False))
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from harness.implementation import StepOutput
 from harness.workload import Batch
+from impls.native.parts.gradient_shards import Then
 from impls.native.zero import NativeShardedOptimizer
 from tests.impls.native.odd_blocks import SIDE_WIDTH
 
@@ -22,8 +23,8 @@ class WithoutOverlap(NativeShardedOptimizer):
         exchange, gathers = self.memory.exchange, self.memory.gathers
         start_sum, start_gather = exchange.start, gathers.start
 
-        def sum_now(index: int, into: Tensor, *, add: bool) -> None:
-            start_sum(index, into, add=add)
+        def sum_now(index: int, into: Tensor, *, add: bool, then: Then | None = None) -> None:
+            start_sum(index, into, add=add, then=then)
             exchange.wait(index)
 
         def gather_now(index: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -94,12 +95,14 @@ def one_step_of_two_groups(mesh: Mesh) -> None:
 
 
 def _sum_step_after_step(shards: GradientShards, group: dist.ProcessGroup) -> None:
-    """Each rank held up at moments of its own. The second sum of a step is added to the first."""
+    """Each rank held up at moments of its own. The second sum of a step is added to the first. What comes after sums
+    finds them there, flat by flat: in the later steps."""
     rank, num_ranks = group.rank(), group.size()
     moments = random.Random(rank)
     owned = [torch.full((flat.num_shard_elements,), torch.nan, dtype=flat.dtype) for flat in FLATS]
     for step in range(4):
         added = step % 2 == 1
+        found: list[tuple[int, Tensor]] = []
         for index, flat in enumerate(FLATS):
             if moments.random() < 0.2:
                 time.sleep(moments.random() * 0.004)
@@ -108,7 +111,8 @@ def _sum_step_after_step(shards: GradientShards, group: dist.ProcessGroup) -> No
             lands_in_place = step == 2 and index == 1 and not added
             if lands_in_place:
                 owned[index] = flat.shard(shards.own(index), rank)
-            shards.start(index, owned[index], add=added)
+            then = partial(_note, found, index, owned[index]) if step >= 2 else None
+            shards.start(index, owned[index], add=added, then=then)
             shards.progress()
             if lands_in_place:
                 shards.wait(index)
@@ -120,6 +124,14 @@ def _sum_step_after_step(shards: GradientShards, group: dist.ProcessGroup) -> No
                 expected = _sum(flat, rank, num_ranks, step - 1) + expected
             assert torch.equal(owned[index], expected), f"{type(shards).__name__}: flat {index} at step {step}"
             assert torch.equal(owned[index].signbit(), expected.signbit()), f"{type(shards).__name__}: lost a -0.0"
+        in_order = list(range(len(FLATS))) if step >= 2 else []
+        assert [index for index, _ in found] == in_order, f"{type(shards).__name__}: out of order"
+        for index, total in found:
+            assert torch.equal(total, owned[index]), f"{type(shards).__name__}: went on before the sum was there"
+
+
+def _note(found: list[tuple[int, Tensor]], index: int, total: Tensor) -> None:
+    found.append((index, total.clone()))
 
 
 def _of_rank(rank: int, flat: Flat, num_ranks: int, step: int, *, shard: int | None = None) -> Tensor:

@@ -4,6 +4,7 @@ transports."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +93,26 @@ def test_a_fast_rank_may_not_fill_a_slot_that_a_slow_one_still_reads(play: Play)
     start(slow, 1, 5.0)
     fast.wait(1)
     assert fast_sum.tolist() == [9.0] * 5
+
+
+def test_what_comes_after_sums_keeps_to_their_order(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between a look at an earlier flat and one at a later both may have arrived."""
+    flats = [Flat(num_shard_elements=33, dtype=torch.float32, slot=slot) for slot in range(2)]
+    first, second = play(2, *flats)
+    called: list[int] = []
+    for index in range(2):
+        first.own(index).fill_(1.0)
+        first.start(index, torch.zeros(33), add=False, then=partial(called.append, index))
+    for index in range(2):
+        start(second, index, 2.0)
+    look = first._region.all_reached
+    monkeypatch.setattr(first._region, "all_reached", lambda flag, index, epoch: index and look(flag, index, epoch))
+    first.progress()
+    assert list(first._unreduced) == [0]
+    assert called == []
+    monkeypatch.undo()
+    first.progress()
+    assert called == [0, 1]
 
 
 @pytest.mark.parametrize("silent", [1, 2])
