@@ -1,10 +1,11 @@
-"""Judging one measured case: its trajectory against the reference's, and what explains a gap."""
+"""Judging one measured case: its trajectory against the reference's, what explains a gap, and the bytes that a node has
+sent against those foreseen."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from harness import models
+from harness import models, node_bytes
 from harness.case import Case
 from harness.explanation import explain
 from harness.launch.watched import OnProgress
@@ -18,7 +19,14 @@ from harness.workload import in_precision
 
 def judge(measured: MeasuredCase) -> None:
     """Gives the case its parity, and the status `parity failed` where it parts from the reference; `failed` where it
-    was to part and does not. LaunchFailed if the reference itself cannot be run."""
+    was to part and does not; `bytes mismatch` where its nodes have sent other bytes than foreseen. LaunchFailed if the
+    reference itself cannot be run."""
+    _judge_parity(measured)
+    if measured.status == "ok" and (reason := node_bytes.mismatch(measured.metrics)):
+        measured.status, measured.reason = "bytes mismatch", reason
+
+
+def _judge_parity(measured: MeasuredCase) -> None:
     trajectory = measured.trajectory
     if trajectory is None:
         return

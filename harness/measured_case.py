@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from harness import implementation, models, traffic
+from harness import implementation, models, node_bytes, traffic
 from harness.case import Case
 from harness.code_change import num_changed_lines
 from harness.engines import Engine, Local, Start
@@ -172,7 +172,7 @@ class MeasuredCase:
         if "node_wire_bytes" in self.samples:
             of_nodes = [sum(rounds) for rounds in zip(*self.samples["node_wire_bytes"], strict=True)]
             num_steps = self.case.measurement.timed_steps * len(self.samples["node_wire_bytes"])
-            self.metrics["communication.node_wire_bytes_per_step"] = max(of_nodes) / num_steps
+            self.metrics[node_bytes.SENT] = max(of_nodes) / num_steps
             self._predict_node_bytes()
         workload = models.load(self.case.workload)
         cpu_seconds = [sum(of_rank) for of_rank in zip(*self.samples["cpu_seconds"], strict=True)]
@@ -277,7 +277,7 @@ class MeasuredCase:
         sent = kind.predicted_traffic(workload, registry(workload), case.layout, case.seats, case.options)
         if sent is not None and case.role != "floor":
             leaving = max(traffic.leaving_bytes(sent, case.seats))
-            self.metrics["communication.predicted_node_wire_bytes_per_step"] = float(leaving)
+            self.metrics[node_bytes.FORESEEN] = float(leaving)
 
     def fail(self, failure: LaunchFailed) -> None:
         """Keeps what went wrong; the case takes part in nothing more."""

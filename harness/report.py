@@ -27,7 +27,9 @@ STATUS_STYLES = {
     "unavailable": "yellow",
     "parity failed, as expected": "yellow",
     "ok, other work": "yellow",
-} | dict.fromkeys(("failed", "timed out", "out of memory", "topology mismatch", "parity failed"), "bold red")
+} | dict.fromkeys(
+    ("failed", "timed out", "out of memory", "topology mismatch", "bytes mismatch", "parity failed"), "bold red"
+)
 MLFLOW_COMMAND = "mlflow ui --backend-store-uri sqlite:///mlflow.db"
 _MIB = 2**20
 _WHOSE = {"subject": "ours", "peer": "peer"}

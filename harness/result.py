@@ -13,7 +13,15 @@ from typing import Any, BinaryIO, Literal, get_args
 from harness.case import Case
 
 Status = Literal[
-    "ok", "unsupported", "unavailable", "failed", "timed out", "out of memory", "topology mismatch", "parity failed"
+    "ok",
+    "unsupported",
+    "unavailable",
+    "failed",
+    "timed out",
+    "out of memory",
+    "topology mismatch",
+    "bytes mismatch",
+    "parity failed",
 ]
 HARMLESS: frozenset[str] = frozenset({"ok", "unsupported", "unavailable"})
 RESULTS_FILE = "results.jsonl"

@@ -28,7 +28,9 @@ from harness.room import Room
 
 SUITE_FILE = "suite.json"
 _LOCK_FILE = ".lock"
-_WORTH_RUNNING_AGAIN = frozenset({"failed", "timed out", "out of memory", "topology mismatch", "unavailable"})
+_WORTH_RUNNING_AGAIN = frozenset(
+    {"failed", "timed out", "out of memory", "topology mismatch", "bytes mismatch", "unavailable"}
+)
 
 
 class DirectoryInUse(ValueError):

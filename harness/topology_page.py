@@ -9,15 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.comparison_page import provenance
+from harness.node_bytes import FORESEEN, SENT, TOLERANCE, apart
 from harness.reasons import reasons
 from harness.report import figure, unit_of
 from harness.result import Result
 from harness.topology_sentences import (
-    BYTES_TOLERANCE,
-    FORESEEN,
     MEGA,
-    SENT,
-    apart,
     is_timed,
     name_of,
     seconds_of,
@@ -110,9 +107,9 @@ def _sent_cell(row: Row, topology: str) -> str:
     result = row.by_topology.get(topology)
     if result is None or SENT not in result.metrics:
         return "-"
-    difference = apart(result)
+    difference = apart(result.metrics)
     form = "" if difference is None else f" ({figure(result.metrics[FORESEEN], MEGA)})"
-    return figure(result.metrics[SENT], MEGA) + form + ("!" if (difference or 0.0) > BYTES_TOLERANCE else "")
+    return figure(result.metrics[SENT], MEGA) + form + ("!" if (difference or 0.0) > TOLERANCE else "")
 
 
 def _exposed_cell(row: Row, topology: str) -> str:

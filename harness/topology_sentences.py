@@ -12,13 +12,11 @@ from harness.case import Case
 from harness.comparison import is_measured
 from harness.layout import Axis
 from harness.measure.timing import slowest_rank
+from harness.node_bytes import SENT, TOLERANCE, apart
 from harness.report import figure
 from harness.result import Result
 from harness.topology import Placement
 
-BYTES_TOLERANCE = 0.03
-SENT = "communication.node_wire_bytes_per_step"
-FORESEEN = "communication.predicted_node_wire_bytes_per_step"
 MEGA = 1e-6
 _FEWEST_STEPS = 4  # of which quartiles say something
 _AXES: tuple[tuple[Axis, str], ...] = (("shard", "shard groups"), ("tensor", "tensor groups"), ("pipeline", "stages"))
@@ -60,13 +58,17 @@ def sentences(results: Sequence[Result]) -> list[str]:
             f"Half of a case's steps lie within {spread:.0%} of each other, in the median over cases: figures that are "
             f"closer than that are alike."
         )
-    judged = [r for r in results if is_timed(r) and apart(r) is not None]
+    held = [r for r in results if r.parity is not None]
+    if held:
+        num_held = sum(r.parity_verdict == "ok" for r in held)
+        said.append(f"{num_held} of {len(held)} cases that were held against one process train its model.")
+    judged = [r for r in results if is_timed(r) and apart(r.metrics) is not None]
     if judged:
-        within = [r for r in judged if (apart(r) or 0.0) <= BYTES_TOLERANCE]
-        farthest = max(judged, key=lambda r: apart(r) or 0.0)
+        within = [r for r in judged if (apart(r.metrics) or 0.0) <= TOLERANCE]
+        farthest = max(judged, key=lambda r: apart(r.metrics) or 0.0)
         said.append(
-            f"{len(within)} of {len(judged)} cases put within {BYTES_TOLERANCE:.0%} of the closed form on a node's "
-            f"link; farthest is {name_of(farthest.case)} on {farthest.case.placed} with {apart(farthest):.1%}."
+            f"{len(within)} of {len(judged)} cases put within {TOLERANCE:.0%} of the closed form on a node's "
+            f"link; farthest is {name_of(farthest.case)} on {farthest.case.placed} with {apart(farthest.metrics):.1%}."
         )
     return said
 
@@ -168,12 +170,6 @@ def _uses(result: Result, axis: Axis) -> bool:
 
 def _lies_inside(case: Case, axis: Axis) -> bool:
     return all(case.seats.on_one_node(group) for group in case.layout.groups(axis))
-
-
-def apart(result: Result) -> float | None:
-    """By how much the bytes a node sent differ from the closed form, as a part of that."""
-    sent, foreseen = result.metrics.get(SENT), result.metrics.get(FORESEEN)
-    return None if sent is None or not foreseen else abs(sent / foreseen - 1)
 
 
 def where_of(case: Case) -> str:

@@ -32,6 +32,8 @@ from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import decay_groups, global_norm, torch_optimizer
 from harness.parameters import LogicalParameter, MemoryCategory, logical_parameters
+from harness.placement import Seats
+from harness.traffic import Traffic
 from harness.workload import Batch, MicroBatch, Workload
 from impls.deepspeed.parts import library, zero_3_dry_run, zero_config, zero_costs, zero_dry_run
 from impls.deepspeed.parts.engine_config import engine_config
@@ -128,6 +130,17 @@ class DeepSpeedZero(Implementation):
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> int | None:
         return zero_costs.wire_bytes(zero_config.clipped(workload, options), parameters, layout, options)
+
+    @classmethod
+    def predicted_traffic(
+        cls,
+        workload: Workload,
+        parameters: Sequence[LogicalParameter],
+        layout: Layout,
+        seats: Seats,
+        options: Mapping[str, Any],
+    ) -> Traffic | None:
+        return zero_costs.traffic_of(zero_config.clipped(workload, options), parameters, layout, options)
 
     @classmethod
     def unpredicted(

@@ -12,12 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from harness import traffic
 from harness.evaluation import evaluating, sum_losses
 from harness.implementation import EvaluationOutput, Implementation, Preparation, StepOutput, as_it_is, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import RecipeOptimizer
 from harness.parameters import LogicalParameter, MemoryCategory, all_reduce_wire_bytes, replicated_state_bytes
+from harness.placement import Seats
+from harness.traffic import Traffic
 from harness.workload import Batch, Workload
 from impls.fairscale.parts import library
 from impls.fairscale.parts.first_ranks_buffers import broadcast_buffers
@@ -70,13 +73,31 @@ class FairScaleShardedOptimizer(Implementation):
     ) -> int | None:
         """DDP's all-reduce of the gradients (and of an int32 a parameter where it searches for unused ones); then what
         the busiest rank sends of the owners' parameters and of the first rank's buffers."""
-        ranks = layout.data
-        summed = replicated_state_bytes(parameters, workload.precision, workload.training.num_moments)["gradients"]
-        if workload.leaves_parameters_unused:
-            summed += 4 * sum(parameter.trainable for parameter in parameters)
+        ranks, summed = layout.data, _summed_bytes(workload, parameters)
         roots, buffers = owner_bytes(workload, shares_of(parameters, ranks)), {0: workload.buffer_bytes()}
         return all_reduce_wire_bytes(summed, ranks) + max(
             broadcast_bytes(rank, roots, ranks) + broadcast_bytes(rank, buffers, ranks) for rank in range(ranks)
+        )
+
+    @classmethod
+    def predicted_traffic(
+        cls,
+        workload: Workload,
+        parameters: Sequence[LogicalParameter],
+        layout: Layout,
+        seats: Seats,
+        options: Mapping[str, Any],
+    ) -> Traffic | None:
+        """A ring of gradients, then a tree from each owner, and one of the first rank's buffers."""
+        owned = owner_bytes(workload, shares_of(parameters, layout.data))
+        return traffic.total(
+            part
+            for ranks in layout.groups("data")
+            for part in (
+                traffic.all_reduce(ranks, _summed_bytes(workload, parameters)),
+                *(traffic.tree(ranks, owner, num_bytes) for owner, num_bytes in enumerate(owned)),
+                traffic.tree(ranks, 0, workload.buffer_bytes()),
+            )
         )
 
     def __init__(
@@ -143,6 +164,14 @@ class FairScaleShardedOptimizer(Implementation):
             "gradients": self.optimizer.live_gradients(),
             "optimizer_states": [*self.optimizer.state_tensors(), *moments(self.optimizer.optimizer)],
         }
+
+
+def _summed_bytes(workload: Workload, parameters: Sequence[LogicalParameter]) -> int:
+    """What DDP sums: gradients, and where it searches for unused parameters an int32 of each."""
+    summed = replicated_state_bytes(parameters, workload.precision, workload.training.num_moments)["gradients"]
+    if workload.leaves_parameters_unused:
+        summed += 4 * sum(parameter.trainable for parameter in parameters)
+    return summed
 
 
 def _with_gradients_twice(model: nn.Module, gradients: Mapping[str, Tensor]) -> Callable[[Tensor], None]:

@@ -19,6 +19,8 @@ from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import RecipeOptimizer
 from harness.parameters import LogicalParameter, MemoryCategory
+from harness.placement import Seats
+from harness.traffic import Traffic
 from harness.workload import Workload
 from impls.torch.parts import pipeline_costs, pipeline_limits, sharding_limits, slice_costs
 from impls.torch.parts.flat_sum import sum_gradients
@@ -70,6 +72,20 @@ class TorchHybrid(TorchPipeline):
             return pipeline_costs.wire_bytes(planned, workload, parameters, data_degree=layout.data)
         costs = slice_costs.slice_costs(workload, layout)
         return None if costs is None else slice_costs.wire_bytes(costs, workload, layout)
+
+    @classmethod
+    def predicted_traffic(
+        cls,
+        workload: Workload,
+        parameters: Sequence[LogicalParameter],
+        layout: Layout,
+        seats: Seats,
+        options: Mapping[str, Any],
+    ) -> Traffic | None:
+        if layout.tensor == 1:
+            return super().predicted_traffic(workload, parameters, layout, seats, options)
+        costs = slice_costs.slice_costs(workload, layout)
+        return None if costs is None else slice_costs.traffic_of(costs, workload, layout)
 
     @classmethod
     def unpredicted(

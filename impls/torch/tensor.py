@@ -19,7 +19,10 @@ from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import clip_coefficient, decay_groups, global_norm, norm_over_ranks, torch_optimizer
 from harness.parameters import LogicalParameter, MemoryCategory
+from harness.placement import Seats
+from harness.traffic import Traffic
 from harness.workload import Batch, Workload
+from impls.torch.parts import slice_costs
 from impls.torch.parts.tensor_slices import cut, local_part
 
 
@@ -41,13 +44,31 @@ class TorchTensorParallel(Implementation):
         return workload.fits_tensor_degree(layout.tensor)
 
     @classmethod
+    def predicted_wire_bytes(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> int | None:
+        """None where the model does not run without values."""
+        costs = slice_costs.slice_costs(workload, layout)
+        return None if costs is None else slice_costs.wire_bytes(costs, workload, layout)
+
+    @classmethod
+    def predicted_traffic(
+        cls,
+        workload: Workload,
+        parameters: Sequence[LogicalParameter],
+        layout: Layout,
+        seats: Seats,
+        options: Mapping[str, Any],
+    ) -> Traffic | None:
+        costs = slice_costs.slice_costs(workload, layout)
+        return None if costs is None else slice_costs.traffic_of(costs, workload, layout)
+
+    @classmethod
     def unpredicted(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> Mapping[Prediction, str]:
-        reason = (
-            "what DTensor holds and sends between cut layers is its own choice, of which no closed form is held here"
-        )
-        return {"states": reason, "peak": reason, "bytes": reason}
+        reason = "what DTensor holds between cut layers is its own choice, of which no closed form is held here"
+        return {"states": reason, "peak": reason, "bytes": "the model does not run without values"}
 
     def __init__(self, workload: Workload, layout: Layout, mesh: Mesh, device: torch.device) -> None:
         self.workload = workload

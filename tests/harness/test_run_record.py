@@ -167,7 +167,10 @@ def test_a_metric_of_the_result_wins_over_what_is_derived():
 @pytest.mark.parametrize(
     ("status", "finished"),
     [("ok", True), ("unsupported", True), ("unavailable", True)]
-    + [(s, False) for s in ("failed", "timed out", "out of memory", "topology mismatch", "parity failed")],
+    + [
+        (s, False)
+        for s in ("failed", "timed out", "out of memory", "topology mismatch", "bytes mismatch", "parity failed")
+    ],
 )
 def test_only_a_harmless_status_is_finished(status, finished):
     assert case_record(result(status=status), HERE).finished is finished

@@ -10,7 +10,7 @@ import pytest
 
 from harness.case import Case
 from harness.layout import Layout
-from harness.result import Result
+from harness.result import Parity, Result
 from harness.topology import Placement, Topology
 from harness.topology_page import page, spans_topologies
 from harness.topology_sentences import sentences
@@ -104,6 +104,25 @@ def test_how_far_steps_spread_is_said_where_there_are_enough() -> None:
     steps = [0.09, 0.1, 0.11, 0.12, 0.13]  # quartiles 0.095, 0.11, 0.125, by the exclusive method
     sampled = replace(first, samples={"step_seconds": [steps, [0.01] * 5]})
     assert sentences([sampled, *others])[-2].startswith("Half of a case's steps lie within 27% of each other")
+
+
+def test_how_many_were_held_against_one_process_is_said() -> None:
+    first, second, *others = run()
+    held = Parity(
+        ok=True,
+        lane="fp32",
+        loss_max_relative=0.0,
+        gradient_norm_max_relative=0.0,
+        gradient_max_relative=0.0,
+        parameter_max_relative=0.0,
+        worst_parameter=None,
+        first_bad_step=None,
+        explanation=None,
+        replicas_bit_equal=True,
+    )
+    parted = replace(second, parity=replace(held, ok=False), status="parity failed")
+    said = sentences([replace(first, parity=held), parted, *others])
+    assert "1 of 2 cases that were held against one process train its model." in said
 
 
 def test_every_way_has_its_row_in_each_table() -> None:

@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 
+from harness import traffic
 from harness.layout import Layout
 from harness.parameters import LogicalParameter, MemoryCategory, all_reduce_wire_bytes, replicated_state_bytes
+from harness.traffic import Traffic
 from harness.wire_bytes import wire_bytes as wire_bytes_of
 from harness.workload import Workload
 from impls.deepspeed.parts.zero_3_dry_run import Gathering
@@ -137,6 +139,19 @@ def wire_bytes(
         padded = sum(padded_elements(group, ranks) for group in decay_groups_of(parameters))
         sent += padded * workload.precision.compute.itemsize * (ranks - 1) // ranks
     return sent + _norm_bytes(workload, parameters, layout, options)
+
+
+def traffic_of(
+    workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+) -> Traffic | None:
+    """The bytes of `wire_bytes` from rank to rank: gloo's all-reduces and all-gathers go around rings. None where these
+    are not known, or where gradients are reduced to their owners."""
+    if options.get("stage", 1) in (1, 2) and _reduces_to_owners(reduction_of(workload, parameters, layout, options)):
+        return None
+    sent = wire_bytes(workload, parameters, layout, options)
+    if sent is None:
+        return None
+    return traffic.total(traffic.ring(ranks, sent) for ranks in layout.groups("data"))
 
 
 def why_no_memory(parameters: Sequence[LogicalParameter], options: Mapping[str, Any]) -> str | None:

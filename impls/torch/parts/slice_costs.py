@@ -1,5 +1,5 @@
-"""What parallelize_module costs a rank, and fully_shard over its slices (parts/sharded_slices.py), found by running the
-whole model on the meta device: bytes of memory by category and bytes sent in a step."""
+"""What parallelize_module costs a rank, alone or with fully_shard over its slices (parts/sharded_slices.py), found by
+running the whole model on the meta device: bytes of memory by category and bytes sent in a step."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from harness import traffic
 from harness.layout import Layout
 from harness.parameters import LogicalParameter, MemoryCategory, all_reduce_wire_bytes, logical_parameters
 from harness.tensor_plan import ColumnParallel, ResolvedPlan, RowParallel, partial_parameters, resolve
+from harness.traffic import Traffic
 from harness.workload import Workload, cross_entropy_sum, in_compute_precision
 from impls.torch.parts import sharded_costs
 from impls.torch.parts.sharded_units import padded_elements, plan_units
@@ -70,17 +72,35 @@ def memory_bytes(costs: SliceCosts, workload: Workload, layout: Layout) -> dict[
 def wire_bytes(costs: SliceCosts, workload: Workload, layout: Layout) -> int:
     """Along tensor the activations, and once a step the summands of this rank's shards; along data what fully_shard
     gathers and reduces of slices; and a norm of all ranks, where the recipe needs it."""
-    units = plan_units(workload, costs.parameters, 1, layout.data)
-    sent = costs.activation_bytes + sharded_costs.exchanged_bytes(
-        units, workload, layout.data, reshards=True, reduces_each=True
+    norm = (layout.world_size - 1) * torch.float64.itemsize if workload.training.checks_norm else 0
+    return _bytes_along_tensor(costs, layout) + _bytes_along_data(costs, workload, layout) + norm
+
+
+def traffic_of(costs: SliceCosts, workload: Workload, layout: Layout) -> Traffic:
+    """The bytes of `wire_bytes` from rank to rank: all around rings; norms left out."""
+    of_slices, of_shards = _bytes_along_tensor(costs, layout), _bytes_along_data(costs, workload, layout)
+    return traffic.total(
+        (
+            *(traffic.ring(ranks, of_slices) for ranks in layout.groups("tensor")),
+            *(traffic.ring(ranks, of_shards) for ranks in layout.groups("data")),
+        )
     )
+
+
+def _bytes_along_tensor(costs: SliceCosts, layout: Layout) -> int:
+    sent = costs.activation_bytes
     for parameter in costs.parameters:
         if parameter.name in costs.partial and parameter.trainable:
             shard = padded_elements(parameter, layout.data) // layout.data * parameter.dtype.itemsize
             sent += all_reduce_wire_bytes(shard, layout.tensor)
-    if workload.training.checks_norm:
-        sent += (layout.world_size - 1) * torch.float64.itemsize
     return sent
+
+
+def _bytes_along_data(costs: SliceCosts, workload: Workload, layout: Layout) -> int:
+    if layout.data == 1:
+        return 0
+    units = plan_units(workload, costs.parameters, 1, layout.data)
+    return sharded_costs.exchanged_bytes(units, workload, layout.data, reshards=True, reduces_each=True)
 
 
 class _Sums:
