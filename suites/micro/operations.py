@@ -18,6 +18,7 @@ from harness.implementation import Implementation, StepOutput
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.workload import Batch, Workload
+from impls.native.parts import hierarchy
 from impls.native.parts.collectives import parameter_server_all_reduce, ring_all_reduce
 from impls.native.parts.direct_gradients import TrainingTask
 from impls.native.parts.gradient_shards import Flat, GradientShards, ProcessGroupShards, SharedMemoryShards
@@ -52,6 +53,9 @@ class Operation(Implementation):
         num_bytes: int = 0,
     ) -> None:
         self.module = nn.Identity()
+        if means == "two_levels":
+            self._run, self._close = _all_reduce_in_two_levels(mesh, num_bytes // 4), _nothing
+            return
         make = {
             "all_reduce": _all_reduce,
             "reduce_scatter": _reduce_scatter,
@@ -104,6 +108,16 @@ def _all_reduce(group: dist.ProcessGroup, means: str, num_elements: int) -> tupl
     _check(buffer, _total(group))
     buffer.zero_()
     return lambda: by(buffer, group), _nothing
+
+
+def _all_reduce_in_two_levels(mesh: Mesh, num_elements: int) -> Run:
+    """As _all_reduce, over ranks of several nodes."""
+    group, levels = mesh.group("data"), hierarchy.levels(mesh, "data")
+    buffer = torch.full((num_elements,), group.rank() + 1.0)
+    hierarchy.all_reduce(buffer, levels)
+    _check(buffer, _total(group))
+    buffer.zero_()
+    return lambda: hierarchy.all_reduce(buffer, levels)
 
 
 def _reduce_scatter(group: dist.ProcessGroup, means: str, num_elements: int) -> tuple[Run, Run]:
