@@ -21,8 +21,9 @@ from harness.workload import Batch, Workload
 from impls.native.parts import hierarchy
 from impls.native.parts.collectives import parameter_server_all_reduce, ring_all_reduce
 from impls.native.parts.direct_gradients import TrainingTask
-from impls.native.parts.gradient_shards import Flat, GradientShards, ProcessGroupShards, SharedMemoryShards
+from impls.native.parts.gradient_shards import Flat, GradientShards, ProcessGroupShards
 from impls.native.parts.parameter_gathers import ParameterGathers, ProcessGroupGathers
+from impls.native.parts.shared_gradients import SharedMemoryShards
 from impls.native.parts.shared_memory import SharedBuffers
 from impls.native.parts.shared_parameters import SharedMemoryGathers
 from impls.native.parts.tensor_exchange import ProcessGroupExchange, SharedMemoryExchange, TensorExchange

@@ -16,11 +16,12 @@ from harness.parameters import MemoryCategory
 from harness.workload import Workload
 from impls.native.parts import flat_memory
 from impls.native.parts.buckets import Segment, view_like
-from impls.native.parts.gradient_shards import GradientShards, ProcessGroupShards, SharedMemoryShards, Then
+from impls.native.parts.gradient_shards import GradientShards, ProcessGroupShards, Then
 from impls.native.parts.hierarchical_exchange import HierarchicalGathers, HierarchicalShards
 from impls.native.parts.hierarchy import Levels, levels
 from impls.native.parts.parameter_gathers import ParameterGathers, ProcessGroupGathers
 from impls.native.parts.sharded_bucket import ShardedBucket
+from impls.native.parts.shared_gradients import SharedMemoryShards
 from impls.native.parts.shared_memory import TIMEOUT_SECONDS, Transport
 from impls.native.parts.shared_parameters import ParametersInPlace, SharedMemoryGathers
 from impls.native.parts.unit_gathers import PlacedParameter, PlacedUnit

@@ -12,8 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.mesh import Mesh
-from impls.native.parts.gradient_shards import Flat, GradientShards, ProcessGroupShards, SharedMemoryShards
+from impls.native.parts.gradient_shards import Flat, GradientShards, ProcessGroupShards
+from impls.native.parts.hierarchical_exchange import HierarchicalShards
+from impls.native.parts.hierarchy import levels
 from impls.native.parts.parameter_gathers import ParameterGathers, ProcessGroupGathers
+from impls.native.parts.shared_gradients import SharedMemoryShards
 from impls.native.parts.shared_parameters import ParametersInPlace, SharedMemoryGathers
 from tests.impls.native.probes import Probe
 
@@ -47,6 +50,12 @@ def gradient_shards(mesh: Mesh) -> None:
     for shards in ways:
         _sum_step_after_step(shards, group)
         shards.close()
+
+
+def gradient_shards_in_two_levels(mesh: Mesh) -> None:
+    shards = HierarchicalShards(FLATS, mesh.group("data"), levels(mesh, "data"), CPU)
+    _sum_step_after_step(shards, mesh.group("data"))
+    shards.close()
 
 
 def parameter_gathers(mesh: Mesh) -> None:

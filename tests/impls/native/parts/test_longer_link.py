@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from impls.native.parts.gradient_shards import Flat, SharedMemoryShards
+from impls.native.parts.gradient_shards import Flat
+from impls.native.parts.shared_gradients import SharedMemoryShards
 from impls.native.parts.shared_memory import SharedBuffers
 from impls.native.parts.shared_parameters import SharedMemoryGathers
 
