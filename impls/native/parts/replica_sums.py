@@ -27,7 +27,7 @@ class ReplicaSums:
     them in the same order, from whatever thread."""
 
     def __init__(self, shards: Sequence[Tensor], group: dist.ProcessGroup, levels: Levels | None) -> None:
-        self._shards, self._group, self.levels = shards, group, levels
+        self._shards, self._group, self._levels = shards, group, levels
         self._background = BackgroundCollectives("meshmark replica sums")
         self._handles: dict[int, Handle] = {}
 
@@ -36,8 +36,8 @@ class ReplicaSums:
         shard = self._shards[index]
         if not shard.numel():
             return
-        if self.levels is not None:
-            self._handles[index] = self._background.start(hierarchy.all_reduce, shard, self.levels)
+        if self._levels is not None:
+            self._handles[index] = self._background.start(hierarchy.all_reduce, shard, self._levels)
             return
         work: Any = dist.all_reduce(shard, group=self._group, async_op=True)
         self._handles[index] = work
