@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.regression.change_points import Segments, segments
+from harness.regression.change_points import MIN_SIDE, Segments, segments
 from harness.regression.verdicts import Verdict
 
 MIN_NIGHTS = 20
@@ -43,13 +43,16 @@ def last_night(logarithms: Sequence[float], *, accepted: int = 0) -> TimeChange:
     # Now the last level is the fastest since the accepted night, or close to it.
     if len(found.starts) > 1 and found.starts[-1] > accepted and found.levels[-1] < found.levels[-2]:
         shift = math.expm1(found.levels[-1] - found.levels[-2])
-        return TimeChange(verdict="improved", shift=shift, since=found.starts[-1])
+        return TimeChange(verdict="improved", shift=shift, since=_first_night(found, logarithms, len(found.starts) - 1))
     weaker = segments(logarithms, significance=SUSPECT_SIGNIFICANCE)
     if (slower := _slower(weaker, logarithms, accepted, "suspect")) is not None:
         return slower
     oddity = logarithms[-1] - found.levels[-1]
-    if oddity > max(found.least_move, ODD_NIGHT_IN_NOISE * found.noise):
-        return TimeChange(verdict="suspect", shift=math.expm1(oddity), since=len(logarithms) - 1)
+    odd = found.levels[-1] + max(found.least_move, ODD_NIGHT_IN_NOISE * found.noise)
+    if logarithms[-1] > odd:
+        # Two nights are no level yet, and of few nights not even three.
+        as_before = [index for index, night in enumerate(logarithms) if night <= odd]
+        return TimeChange(verdict="suspect", shift=math.expm1(oddity), since=max(as_before, default=-1) + 1)
     return TimeChange(verdict="ok", shift=math.expm1(oddity))
 
 
@@ -67,4 +70,17 @@ def _slower(found: Segments, logarithms: Sequence[float], accepted: int, verdict
     # What came and went in between is not where this one began.
     level = found.levels[fastest]
     at_level = [index for index, other in enumerate(found.levels) if other - level <= found.least_move]
-    return TimeChange(verdict=verdict, shift=math.expm1(move), since=found.starts[at_level[-1] + 1])
+    return TimeChange(verdict=verdict, shift=math.expm1(move), since=_first_night(found, logarithms, at_level[-1] + 1))
+
+
+def _first_night(found: Segments, logarithms: Sequence[float], segment: int) -> int:
+    """The first night at the level of that segment. A cut leaves three nights on each side even where two have moved:
+    the night is looked for around it that parts both levels best."""
+    before, after = found.levels[segment - 1 : segment + 1]
+    cut = found.starts[segment]
+    nights = range(max(1, cut - MIN_SIDE + 1), min(len(logarithms), cut + MIN_SIDE))
+
+    def misfit(first: int) -> float:
+        return sum(abs(logarithms[night] - (before if night < first else after)) for night in nights)
+
+    return min(nights, key=lambda first: (misfit(first), abs(first - cut)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from harness.layout import Layout
 from harness.regression import gate
 from harness.regression.history import from_results, from_store
 from harness.result import Result, append, read
+from harness.run_record import case_record
 
 NIGHT = 1_735_689_600.0
 BYTES = "communication.bytes_per_step"
@@ -140,6 +142,40 @@ def test_a_night_that_is_dated_ahead_hides_no_other(capsys: pytest.CaptureFixtur
     only_ahead = results_of(10, started=ahead)
     assert cli.main(["check", "--results", str(only_ahead)]) == 0
     assert "smoke-10 is dated" in " ".join(capsys.readouterr().out.split())
+
+
+def test_what_looks_slower_is_timed_in_turns_unless_it_cannot_be_or_must_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    directory = results_of(0)
+    (one,) = read(directory)
+    nights = [
+        replace(
+            one,
+            suite_run=f"smoke-{night:02}",
+            started=NIGHT + night,
+            environment={**ENVIRONMENT, "commit": f"{night:040x}", "dirty": False},
+            metrics={
+                **one.metrics,
+                "step.median_seconds": 0.1 * (1 + night % 3 / 1000) * (1.5 if night >= 20 else 1.0),
+            },
+        )
+        for night in range(26)
+    ]
+    append(directory, nights[-1])
+    assert tracking.send([case_record(night, directory) for night in nights], kept=directory).failed == 0
+    asked = ["check", "--results", str(directory), "--format", "markdown", "--no-upload"]
+    assert cli.main(asked) == 1
+    page = capsys.readouterr().out
+    assert page.startswith("**RED: smoke-25: 1 regressed (by history)**")
+    assert re.search(r"- 1 not timed in turns: this machine is [0-9a-f]{12}, the history is that of m1\n", page)
+    assert cli.main([*asked, "--confirm"]) == 1
+    assert "- 1 not timed in turns: " in (page := capsys.readouterr().out)
+    assert "expected a git checkout to take revisions from, found none" in page, "whatever machine this is"
+    assert cli.main([*asked, "--no-confirm"]) == 1
+    page = capsys.readouterr().out
+    assert "1 regressed (by history)" in page
+    assert "in turns" not in page
 
 
 @pytest.mark.parametrize(
