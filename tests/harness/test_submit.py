@@ -209,6 +209,27 @@ def test_a_case_takes_the_fewest_nodes_that_share_its_ranks_evenly(size: int, wh
     assert str(Torchrun(2, within_slurm=False).placed(case).placed) == where
 
 
+@pytest.mark.parametrize(
+    ("variables", "line"),
+    [
+        ({}, "--engine srun: expected to run within a Slurm allocation, found none; see `meshmark submit`"),
+        (
+            {"SLURM_JOB_NUM_NODES": "2"},
+            "--engine srun: expected to run on the allocation's first node, found it outside; try sbatch",
+        ),
+    ],
+)
+def test_outside_an_allocation_or_its_nodes_one_line_says_so(
+    variables: dict[str, str], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("SLURM_JOB_NUM_NODES", "SLURMD_NODENAME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["run", "smoke", "--engine", "srun", "--ranks-per-node", "2"]) == 2
+    assert capsys.readouterr().err == f"meshmark: {line}\n"
+
+
 @pytest.mark.parametrize(("silence_seconds", "name"), [(60.0, "COMPLETED"), (0.0, "GONE")])
 def test_a_controller_that_is_silent_for_a_while_loses_no_job(
     silence_seconds: float, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -258,7 +279,7 @@ def test_a_job_that_cannot_be_cancelled_costs_a_line(
     monkeypatch.setattr(submit, "submit", lambda _job: "7")
     monkeypatch.setattr(submit, "follow", interrupted)
     monkeypatch.setenv("PATH", str(tmp_path))
-    suite = Suite(name="s", cases=())
+    suite = Suite(name="s", cases=(Case(workload="gpt", implementation="native.ddp", layout=Layout(data=2)),))
     again = ["meshmark", "submit", "my suite.py", "--resume"]
     assert batch_run.execute(suite, job(tmp_path), as_json=False, upload=False, again=again) == 130
     told = capsys.readouterr().err
