@@ -169,6 +169,8 @@ def load(name: Name, ranks_per_node: int | None) -> Engine:
         return Torchrun(ranks_per_node, pods=Pods(where))
     if name == "srun" and "SLURM_JOB_NUM_NODES" not in os.environ:
         raise ValueError("--engine srun: expected to run within a Slurm allocation, found none; see `meshmark submit`")
+    if name == "srun" and "SLURMD_NODENAME" not in os.environ:  # as salloc leaves it: agents would not find each other
+        raise ValueError("--engine srun: expected to run on the allocation's first node, found it outside; try sbatch")
     return Torchrun(ranks_per_node, within_slurm=name == "srun")
 
 
@@ -186,6 +188,8 @@ def _slurm_agents(topology: Topology) -> AgentCommands:
         hosts = f"if [ $SLURM_PROCID = 0 ]; then host=1; else host=0; fi; exec {agent}"
         script = f"{hosts} {' '.join(is_host('$host'))} -m {shlex.join(module)}"
         nodes = ("--nodes", str(topology.num_nodes), "--ntasks", str(topology.num_nodes), "--ntasks-per-node", "1")
-        return [["srun", *nodes, "--overlap", "--cpu-bind=none", "--kill-on-bad-exit=1", "sh", "-c", script]]
+        # Some sites have jobs take no environment along, and agents need ours.
+        always = ("--export=ALL", "--kill-on-bad-exit=1")
+        return [["srun", *nodes, "--overlap", "--cpu-bind=none", *always, "sh", "-c", script]]
 
     return commands

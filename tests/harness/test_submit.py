@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from harness import cli, submit
+from harness import batch_run, cli, submit
 from harness.case import Case, Suite
 from harness.engines import Torchrun
 from harness.layout import Layout
+from harness.result import Result, append, read
 from harness.submit import Job, State, limit_seconds, script
 from tests.harness.slurm_cluster import slurm  # noqa: F401  a fixture
 
@@ -208,6 +209,27 @@ def test_a_case_takes_the_fewest_nodes_that_share_its_ranks_evenly(size: int, wh
     assert str(Torchrun(2, within_slurm=False).placed(case).placed) == where
 
 
+@pytest.mark.parametrize(
+    ("variables", "line"),
+    [
+        ({}, "--engine srun: expected to run within a Slurm allocation, found none; see `meshmark submit`"),
+        (
+            {"SLURM_JOB_NUM_NODES": "2"},
+            "--engine srun: expected to run on the allocation's first node, found it outside; try sbatch",
+        ),
+    ],
+)
+def test_outside_an_allocation_or_its_nodes_one_line_says_so(
+    variables: dict[str, str], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("SLURM_JOB_NUM_NODES", "SLURMD_NODENAME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["run", "smoke", "--engine", "srun", "--ranks-per-node", "2"]) == 2
+    assert capsys.readouterr().err == f"meshmark: {line}\n"
+
+
 @pytest.mark.parametrize(("silence_seconds", "name"), [(60.0, "COMPLETED"), (0.0, "GONE")])
 def test_a_controller_that_is_silent_for_a_while_loses_no_job(
     silence_seconds: float, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -227,3 +249,39 @@ def test_a_controller_that_is_silent_for_a_while_loses_no_job(
     ended = submit.follow(job(tmp_path), "7", lambda state: states.append(state.name), lambda _result: None)
     assert ended.name == name
     assert states[0] == "RUNNING"
+
+
+def test_of_a_resumed_job_the_results_that_are_new_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = Case(workload="gpt", implementation="native.ddp", layout=Layout(data=2))
+    append(tmp_path, Result(case=failed, status="failed", suite="s", suite_run="s-1", started=1.0))
+
+    def answer(_number: str) -> State:
+        if len(read(tmp_path)) == 1 and read(tmp_path)[0].status == "ok":
+            return State(name="COMPLETED", exit_code=0)
+        append(tmp_path, Result(case=failed, status="ok", suite="s", suite_run="s-1", started=2.0))
+        return State(name="RUNNING")
+
+    monkeypatch.setattr(submit, "state", answer)
+    monkeypatch.setattr(submit, "_POLL_SECONDS", 0.01)
+    told: list[Result] = []
+    submit.follow(job(tmp_path), "7", lambda _state: None, told.append)
+    assert [(result.status, result.started) for result in told] == [("ok", 2.0)]
+
+
+def test_a_job_that_cannot_be_cancelled_costs_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Slurm's commands are gone when the user gives up."""
+
+    def interrupted(*_arguments: object) -> State:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(submit, "submit", lambda _job: "7")
+    monkeypatch.setattr(submit, "follow", interrupted)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    suite = Suite(name="s", cases=(Case(workload="gpt", implementation="native.ddp", layout=Layout(data=2)),))
+    again = ["meshmark", "submit", "my suite.py", "--resume"]
+    assert batch_run.execute(suite, job(tmp_path), as_json=False, upload=False, again=again) == 130
+    told = capsys.readouterr().err
+    assert "job 7 could not be cancelled (scancel: expected Slurm's commands on this machine, found none)" in told
+    assert told.endswith("to go on: meshmark submit 'my suite.py' --resume\n")

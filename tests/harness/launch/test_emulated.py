@@ -162,6 +162,38 @@ def test_a_delay_is_a_delay(tmp_path: Path) -> None:
     assert 5.0 <= result.metrics["topology.measured_delay_ms"] <= 6.25
 
 
+def test_a_delayed_link_that_is_down_for_a_moment_loses_packets_and_comes_back() -> None:
+    if reason := emulated.unavailable(DELAYED):
+        pytest.skip(reason)
+    speak = (
+        "import socket, sys; s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); s.settimeout(5)\n"
+        "if sys.argv[1] == 'hear': s.bind(('', 9)); print('here', flush=True); print(s.recv(99).decode())\n"
+        "else: s.sendto(sys.argv[1].encode(), (sys.argv[2], 9))"
+    )
+    with EmulatedNodes(DELAYED) as nodes:
+        first, second = nodes._nodes
+        nodes._ip(second, [f"link set {emulated.INTERFACE} down"])
+        nodes._run(first, [sys.executable, "-c", speak, "lost", emulated.address(1)])
+        time.sleep(0.2)
+        nodes._ip(second, [f"link set {emulated.INTERFACE} up"])
+        hears = [
+            *nodes._within_user(),
+            "nsenter",
+            "--net",
+            "--target",
+            str(second.pid),
+            sys.executable,
+            "-c",
+            speak,
+            "hear",
+        ]
+        with subprocess.Popen(hears, stdout=subprocess.PIPE, text=True) as hearer:
+            assert hearer.stdout is not None
+            assert hearer.stdout.readline() == "here\n"
+            nodes._run(first, [sys.executable, "-c", speak, "carried", emulated.address(1)])
+            assert hearer.stdout.readline() == "carried\n"
+
+
 def test_links_that_are_not_as_declared_are_a_mismatch(tmp_path: Path) -> None:
     result = run(case(Topology(num_nodes=2, ranks_per_node=1, link_mbits=100_000.0)), tmp_path)
     assert result.status == "topology mismatch"
