@@ -84,7 +84,7 @@ def test_what_it_cannot_train_is_told_before_anything_starts(
     [
         ("llama:size=tiny,global_batch_size=4", "fp32", {}),
         ("llama:size=tiny,global_batch_size=4", "fp32", {"cuts_head": False}),
-        ("awkward:kind=sgd", "bf16", {}),
+        ("awkward:kind=unequal_tokens", "bf16", {}),
         ("awkward:kind=tied", "fp32", {}),
     ],
     ids=str,
