@@ -32,10 +32,11 @@ AS_A_BASELINE = (pytest.mark.baselines, pytest.mark.timeout(1200))  # the first 
                 ("fairscale.sharded_ddp", {"reduce_buffer_size": 0}),
                 ("deepspeed.zero", {"stage": 0}),
                 ("deepspeed.zero", {"stage": 1}),
-                ("deepspeed.zero", {"stage": 2}),
             )
             for scene in (EVERYWHERE, ON_SOME_RANKS)
         ),
+        # Stages 2 and 3 reduce within backward, where ranks that part have gloo abort before anybody can tell.
+        pytest.param("deepspeed.zero", {"stage": 2}, EVERYWHERE, marks=AS_A_BASELINE),
         pytest.param("deepspeed.zero", {"stage": 3}, EVERYWHERE, marks=AS_A_BASELINE),
     ],
     ids=str,
