@@ -20,7 +20,7 @@ class NoReduceScatter(NativeShardedOptimizer):
         super().__init__(*arguments, **options)
         exchange, group = self.memory.exchange, self.shard_group
 
-        def keep(index: int, into: Tensor, *, add: bool) -> None:
+        def keep(index: int, into: Tensor, *, add: bool, **_: Any) -> None:
             own = exchange.own(index).tensor_split(group.size())[group.rank()]
             into.add_(own) if add else into.copy_(own)
 
@@ -54,7 +54,9 @@ class LastMicroBatchOnly(NativeShardedOptimizer):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         start = self.memory.exchange.start
-        self.memory.exchange.start = lambda index, into, *, add: start(index, into, add=False)  # type: ignore
+        self.memory.exchange.start = (  # type: ignore[method-assign]
+            lambda index, into, *, add, then=None: start(index, into, add=False, then=then)
+        )
 
 
 class ReducedInTheFirst(NativeShardedOptimizer):
@@ -64,7 +66,7 @@ class ReducedInTheFirst(NativeShardedOptimizer):
         super().__init__(*arguments, **options)
         start = self.memory.exchange.start
         self.memory.exchange.start = (  # type: ignore[method-assign]
-            lambda index, into, *, add: None if add else start(index, into, add=False)
+            lambda index, into, *, add, then=None: None if add else start(index, into, add=False, then=then)
         )
 
 
