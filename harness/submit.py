@@ -24,6 +24,7 @@ _LAUNCHES_OF_A_CASE = 2
 _BESIDE_CASES_SECONDS = 300  # references, and the job's own start
 _GRACE_SECONDS = 120.0  # that Slurm itself takes to end a job at its limit
 _POLL_SECONDS = 2.0
+_NODES_DOWN_SECONDS = 1800.0  # that a job may wait for nodes that are down, if nobody says otherwise
 _SILENCE_SECONDS = 300.0  # without an answer about a job, after which it is given up
 _COMMAND_SECONDS = 60.0
 _ENDED = frozenset(
@@ -43,6 +44,8 @@ _NEVER = frozenset(
     }
 )
 """Reasons to wait that no time removes; a cluster that does not enforce its limits takes such a job in."""
+_DOWN = ("Nodes_required_for_job_are_DOWN", "ReqNodeNotAvail")
+"""How reasons to wait begin where nodes are down, drained or reserved."""
 _WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT"})
 
 
@@ -59,6 +62,7 @@ class Job:
     partition: str | None = None
     account: str | None = None
     extra: Sequence[str] = field(default_factory=tuple)  # more of sbatch's own options
+    wait_seconds: float | None = None  # for the start; None: for long if it is its turn that is to come
 
     def __post_init__(self) -> None:
         for name in ("num_nodes", "ranks_per_node"):
@@ -68,6 +72,8 @@ class Job:
                 )
         if self.limit_seconds <= 0:  # Slurm takes 0 for no limit at all
             raise ValueError(f"--minutes must be at least 1, got {self.limit_seconds / 60:g}")
+        if self.wait_seconds is not None and self.wait_seconds <= 0:
+            raise ValueError(f"--wait-minutes must be at least 1, got {self.wait_seconds / 60:g}")
         for option in self.extra:
             if not option.startswith("-") or len(option.splitlines()) != 1:
                 raise ValueError(f"--sbatch: expected an option such as --gres=gpu:8, got {option!r}")
@@ -149,11 +155,13 @@ def state(number: str) -> State:
 
 def follow(job: Job, number: str, on_state: Callable[[State], None], on_result: Callable[[Result], None]) -> State:
     """Until the job has ended: its states as they change and its results as they come. One that has not ended by its
-    limit and a little more is cancelled, whatever Slurm believes of it: its nodes may never have come up."""
+    limit and a little more is cancelled, whatever Slurm believes of it: its nodes may never have come up. So is one
+    that has not started within `wait_seconds`, by default half an hour where Slurm says that its nodes are down."""
     seen: set[tuple[str, float]] = set()
     list(_new_results(job.directory, seen))  # of the run that this one resumes
     last: State | None = None
     started: float | None = None
+    waits = _Waits(job.wait_seconds)
     heard = time.monotonic()
     while True:
         try:
@@ -172,12 +180,33 @@ def follow(job: Job, number: str, on_state: Callable[[State], None], on_result: 
             return now
         if now.is_waiting and now.reason in _NEVER:
             return State(name="CANCELLED", reason=f"{now.reason}: it can never start{_cancelled(number)}")
+        if (late := waits.too_long(now)) is not None:
+            return State(name="DEADLINE", reason=late + _cancelled(number))
         if started is None and not now.is_waiting:
             started = time.monotonic()
         if started is not None and time.monotonic() - started > job.limit_seconds + _GRACE_SECONDS:
             late = f"{now.name} for more than its limit of {job.limit_seconds:.0f} s"
             return State(name="DEADLINE", reason=late + _cancelled(number))
         time.sleep(_POLL_SECONDS)
+
+
+class _Waits:
+    """How long a job has waited for its start, and for nodes that are down; a job that is requeued waits anew."""
+
+    def __init__(self, limit: float | None) -> None:
+        self._limit = limit
+        self._since: float | None = None
+        self._down_since: float | None = None
+
+    def too_long(self, now: State) -> str | None:
+        """What is said of a job that has waited for longer than it may, or None."""
+        clock = time.monotonic()
+        self._since = (self._since or clock) if now.is_waiting else None
+        self._down_since = (self._down_since or clock) if now.is_waiting and now.reason.startswith(_DOWN) else None
+        since, limit = (self._since, self._limit) if self._limit else (self._down_since, _NODES_DOWN_SECONDS)
+        if since is None or clock - since <= limit:
+            return None
+        return f"{now.name} for more than {limit:.0f} s, {now.reason}; --wait-minutes is how long it may wait"
 
 
 def cancel(number: str) -> None:

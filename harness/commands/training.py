@@ -99,6 +99,10 @@ def submit(
     minutes: Annotated[
         int | None, count("The job's time limit; by default what the deadlines of all cases add up to.")
     ] = None,
+    wait_minutes: Annotated[
+        int | None,
+        count("How long the job may wait for its start; by default for its turn, and 30 for nodes that are down."),
+    ] = None,
     sbatch: Annotated[
         list[str] | None,
         typer.Option(metavar="OPTION", help="Another option for sbatch, --gres=gpu:8 say; may be repeated."),
@@ -146,7 +150,8 @@ def submit(
             )
         if engine == "kubernetes" and results is None:
             raise ValueError("--engine kubernetes: expected --results, a directory that all pods see; got none")
-        of_the_other = {"--partition": partition, "--account": account, "--sbatch": sbatch}
+        of_the_other: dict[str, object] = {"--partition": partition, "--account": account, "--sbatch": sbatch}
+        of_the_other["--wait-minutes"] = wait_minutes
         if engine == "slurm":
             of_the_other = {"--image": image, "--runtime": runtime}
         if misplaced := [name for name, value in of_the_other.items() if value is not None]:
@@ -167,6 +172,7 @@ def submit(
             command=command,
             directory=directory,
             limit_seconds=batch.limit_seconds(chosen) if minutes is None else 60.0 * minutes,
+            wait_seconds=None if wait_minutes is None else 60.0 * wait_minutes,
             partition=partition,
             account=account,
             extra=tuple(sbatch or ()),
@@ -177,6 +183,7 @@ def submit(
         print(batch.script(job) if engine == "slurm" else manifest(), end="")
         raise typer.Exit
     named = {"--only": only, "--partition": partition, "--account": account, "--minutes": minutes}
+    named["--wait-minutes"] = wait_minutes
     again = ["meshmark", "submit", suite, "--nodes", str(nodes), "--ranks-per-node", str(ranks_per_node)]
     again += [word for name, value in named.items() if value is not None for word in (name, str(value))]
     again += [f"--sbatch={option}" for option in sbatch or ()]

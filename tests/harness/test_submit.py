@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -190,6 +191,36 @@ def test_a_job_that_never_ends_is_cancelled_by_our_own_deadline(
         assert time.monotonic() < until
         time.sleep(0.2)
     assert submit.state(number).name == "CANCELLED"
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("slurm")
+@pytest.mark.parametrize(("wait_seconds", "limit"), [(None, 3), (2.0, 2)])
+def test_a_job_whose_nodes_never_come_up_is_cancelled_by_our_own_deadline(
+    wait_seconds: float | None, limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submit, "_NODES_DOWN_SECONDS", 3.0)
+    monkeypatch.setattr(submit, "_POLL_SECONDS", 0.5)
+    path = tmp_path / submit.SCRIPT_FILE
+    path.write_text("#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --output=/dev/null\nsleep 300\n")
+    # A node that is DOWN comes back by itself here (ReturnToService).
+    submit._run(["scontrol", "update", "NodeName=n0,n1", "State=DRAIN", "Reason=test"])
+    try:
+        number = submit._run(["sbatch", "--parsable", str(path)]).strip()
+        waiting = job(tmp_path, wait_seconds=wait_seconds)
+        ended = submit.follow(waiting, number, lambda _state: None, lambda _result: None)
+    finally:
+        submit._run(["scontrol", "update", "NodeName=n0,n1", "State=RESUME"])
+    assert ended.name == "DEADLINE"
+    assert re.fullmatch(
+        rf"PENDING for more than {limit} s, (Nodes_required_for_job_are_DOWN|ReqNodeNotAvail)\S*; "
+        r"--wait-minutes is how long it may wait",
+        ended.reason,
+    )
+    until = time.monotonic() + 20
+    while not submit.state(number).has_ended:
+        assert time.monotonic() < until
+        time.sleep(0.2)
 
 
 @pytest.mark.cluster
