@@ -45,7 +45,9 @@ class _Watch:
         ]
         try:
             output = take(batch)
-        except RuntimeError:  # this one's own, or of memory, of peers that are gone, of the model itself
+        except RuntimeError as error:  # this one's own, or of memory, of peers that are gone, of the model itself
+            if self._missing and "find_unused_parameters" in str(error):  # DDP's, in the micro-batch after
+                raise self._complaint() from error
             raise
         except Exception as error:
             if 0 < len(self._missing) < len(self._watched):

@@ -122,6 +122,12 @@ def test_an_error_of_the_librarys_that_comes_first_is_explained_and_kept() -> No
     assert isinstance(raised.value.__cause__, AttributeError)
 
 
+def test_ddps_own_word_about_it_is_explained() -> None:
+    toy = watched(("first",), error=RuntimeError("... the keyword argument `find_unused_parameters=True` ..."))
+    with pytest.raises(RuntimeError, match=r"^some.library: second.weight has no gradient"):
+        toy.train_step(batch(1))
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("none left"), AssertionError("something else")])
 def test_errors_of_another_cause_stay_as_they_are(error: Exception) -> None:
     toy = watched(("first", "second"), error=error)

@@ -22,7 +22,8 @@ AS_A_BASELINE = (pytest.mark.baselines, pytest.mark.timeout(1200))  # the first 
 @pytest.mark.parametrize(
     ("name", "options", "scene"),
     [
-        ("torch.ddp", {}, ON_SOME_RANKS),
+        ("torch.ddp", {}, EVERYWHERE),
+        pytest.param("torch.ddp", {}, ON_SOME_RANKS, marks=pytest.mark.exhaustive),
         pytest.param("torch.zero", {}, EVERYWHERE, marks=pytest.mark.exhaustive),
         *(
             pytest.param(name, options, scene, marks=AS_A_BASELINE)
