@@ -75,25 +75,32 @@ def sentences(results: Sequence[Result]) -> list[str]:
 
 
 def _inside_or_across(kept: Sequence[Kept], axis: Axis, groups: str, where: str) -> str | None:
-    """Cases whose groups along `axis` lie inside nodes beside those of the same strategies whose groups span them, and
-    are not taken in two levels."""
+    """Cases whose groups along `axis` lie inside nodes beside those of the same strategies and libraries whose groups
+    span them, and are not taken in two levels. Whose step is slow on one node has little to lose to a link: a case is
+    compared with those of its own library alone."""
     concerned = [each for each in kept if _uses(each.result, axis)]
     inside = [each for each in concerned if _lies_inside(each.result.case, axis)]
     across = [each for each in concerned if each not in inside and _levels_of(each) is None]
-    both = {each.result.strategy for each in inside} & {each.result.strategy for each in across}
+    both = {_kind(each) for each in inside} & {_kind(each) for each in across}
     if not both:
         return None
-    inside, across = ([each for each in way if each.result.strategy in both] for way in (inside, across))
-    of_inside, of_across = ([each.throughput for each in way] for way in (inside, across))
+    inside, across = ([each for each in way if _kind(each) in both] for way in (inside, across))
+    pairs = [(one.throughput, other.throughput) for one in inside for other in across if _kind(one) == _kind(other)]
+    whose = " of its library" if len({library for _, library in both}) > 1 else ""
     verdict = "neither keeps more throughout"
-    if min(of_inside) > max(of_across):
-        verdict = "every case inside keeps more than any across"
-    elif min(of_across) > max(of_inside):
-        verdict = "every case across keeps more than any inside"
+    if all(of_inside > of_across for of_inside, of_across in pairs):
+        verdict = f"every case inside keeps more than any across{whose}"
+    elif all(of_across > of_inside for of_inside, of_across in pairs):
+        verdict = f"every case across keeps more than any inside{whose}"
     return (
         f"{where}, {groups} inside nodes: {_told(inside)}; {groups} across nodes, in one level: {_told(across)}; "
         f"{verdict}."
     )
+
+
+def _kind(each: Kept) -> tuple[str, str]:
+    """Its strategy, and the library that is compared."""
+    return str(each.result.strategy), each.result.case.implementation.partition(".")[0]
 
 
 def _extremes(kept: Sequence[Kept], where: str) -> list[str]:

@@ -99,6 +99,32 @@ def test_figures_against_what_is_usually_said_are_told_as_they_are() -> None:
     assert said[0].endswith("every case across keeps more than any inside.")
 
 
+def test_each_library_is_compared_with_itself() -> None:
+    """A step that is slow on one node keeps much of its throughput wherever its groups lie."""
+    slow = result("torch.fsdp", Layout(data=4), 1.0, strategy="zero_3")
+    inside: dict[str, Any] = {
+        "sent": 4e6,
+        "placement": "shard_group_inside_node",
+        "strategy": "zero_3",
+        "nodes": 2,
+        "mbits": 200.0,
+    }
+    across: dict[str, Any] = {"sent": 9e6, "strategy": "zero_3", "nodes": 2, "mbits": 200.0}
+    of_torch = [
+        slow,
+        result("torch.fsdp", PAIRS, 1.0, strategy="zero_3"),
+        result("torch.fsdp", PAIRS, 1.1, **inside),
+        result("torch.fsdp", Layout(data=4), 1.5, **across),
+    ]
+    of_another = [
+        result("other.zero", Layout(data=4), 1.0, strategy="zero_3"),
+        result("other.zero", Layout(data=4), 1.0, **across),
+    ]
+    said = sentences([*run(), *of_torch, *of_another])[0]
+    assert "other.zero" not in said
+    assert said.endswith("every case inside keeps more than any across of its library.")
+
+
 def test_how_far_steps_spread_is_said_where_there_are_enough() -> None:
     first, *others = run()
     steps = [0.09, 0.1, 0.11, 0.12, 0.13]  # quartiles 0.095, 0.11, 0.125, by the exclusive method
