@@ -28,7 +28,8 @@ def departures(result: Result) -> list[str]:
     """What figures must not hide: where a case does other work than its recipe says, where it ran with another value
     than an option asked for, and which of its ranks kept the others waiting."""
     facts = result.environment.get("facts") or {}
-    slow = straggler.find(result.samples.get("fixed_work_seconds") or [])
+    samples = result.samples.get("fixed_work_seconds") or []
+    slow = straggler.find(samples, processors_a_rank=_processors_a_rank(result))
     case = result.case
     work = [] if result.other_work is None else [f"{case.label}, {case.layout}: other work: {result.other_work}"]
     others = [
@@ -38,6 +39,15 @@ def departures(result: Result) -> list[str]:
         if name in facts and str(facts[name]) != str(value)
     ]
     return [*work, *others, *([] if slow is None else [f"{case.label}, {case.layout}: {slow}"])]
+
+
+def _processors_a_rank(result: Result) -> float:
+    """1 where each rank has at least one of its own, or a device, or where nobody knows."""
+    case, environment = result.case, result.environment
+    if (environment.get("device") or {}).get("kind") != "cpu":
+        return 1.0
+    num_ranks = case.world_size if environment.get("emulated") else case.placed.ranks_per_node
+    return min(1.0, float(environment.get("logical_cores") or num_ranks) / num_ranks)
 
 
 def unpredicted(results: Iterable[Result]) -> list[str]:

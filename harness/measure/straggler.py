@@ -35,10 +35,11 @@ def speeds(fixed_work_seconds: Sequence[Sequence[float]]) -> list[float]:
     return [statistics.median(medians[:rank] + medians[rank + 1 :]) / seconds for rank, seconds in enumerate(medians)]
 
 
-def find(fixed_work_seconds: Sequence[Sequence[float]]) -> Straggler | None:
-    """The slowest rank, where it is much slower than the others."""
+def find(fixed_work_seconds: Sequence[Sequence[float]], *, processors_a_rank: float = 1.0) -> Straggler | None:
+    """The slowest rank, where it is much slower than the others. Ranks that share processors take turns on them: two on
+    one may differ by as much again without either being slow."""
     found = speeds(fixed_work_seconds)
     slowest = min(range(len(found)), key=found.__getitem__, default=None)
-    if slowest is None or found[slowest] >= _MUCH_SLOWER:
+    if slowest is None or found[slowest] >= _MUCH_SLOWER * min(1.0, processors_a_rank):
         return None
     return Straggler(rank=slowest, speed=found[slowest])

@@ -327,3 +327,19 @@ def test_an_empty_cell_of_a_prediction_says_why_once_for_each_implementation() -
     table = report.markdown([*unknown, MEASURED], [], Path("r")).partition("## Where")[0].splitlines()
     assert [line.removeprefix("- ") for line in table if line.startswith("- ")] == lines
     assert [line.strip() for line in shown(report.text(unknown, [], Path("r"))) if "predicts no" in line] == lines
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_told"),
+    [
+        ({"device": {"kind": "cpu"}, "logical_cores": 4}, True),
+        ({"device": {"kind": "cpu"}, "logical_cores": 2}, False),  # four ranks take turns on two processors
+        ({"device": {"kind": "cuda"}, "logical_cores": 2}, True),
+        ({}, True),
+    ],
+)
+def test_a_straggler_is_told_where_ranks_do_not_take_turns(environment: dict[str, Any], is_told: bool) -> None:
+    case = replace(MEASURED.case, layout=Layout(data=4))
+    samples = {"fixed_work_seconds": [[0.1, 0.25, 0.1, 0.1]]}
+    told = reasons.departures(replace(MEASURED, case=case, environment=environment, samples=samples))
+    assert any("rank 1 is a straggler" in line for line in told) == is_told

@@ -15,3 +15,11 @@ def test_a_speed_is_a_share_of_the_others_median() -> None:
 )
 def test_neighbours_single_ranks_and_one_bad_round_are_no_stragglers(rounds: list[list[float]]) -> None:
     assert find(rounds) is None
+
+
+def test_ranks_that_share_processors_differ_by_as_much_again() -> None:
+    rounds = [[0.1, 0.25, 0.1, 0.1]]
+    assert find(rounds) == Straggler(rank=1, speed=pytest.approx(0.4))  # type: ignore[arg-type]
+    assert find(rounds, processors_a_rank=2.0) is not None
+    assert find(rounds, processors_a_rank=0.5) is None
+    assert find([[0.1, 0.5, 0.1, 0.1]], processors_a_rank=0.5) is not None
