@@ -150,12 +150,12 @@ def check(worlds: Worlds, name: str, options: dict[str, Any], kind: str, layout:
 
 
 def everyday() -> Iterator[Any]:
-    """Every strategy of ours along the data axis on every workload, those along other axes on every second one, every
-    other way to them on every fourth, peers on every third, on one layout each: neighbours get different ones."""
+    """Every strategy of ours along the data axis on every workload, those along other axes on every third one, every
+    other way to them on every sixth, peers on every fourth, on one layout each: neighbours get different ones."""
     for number, (name, options) in enumerate(_ALL):
         is_variant = any(option in options for option in _WAYS_TO_THE_SAME)
         along_data = name in ("native.ddp", "native.zero")
-        turns = 4 if is_variant else 1 if along_data else 2 if name.startswith("native.") else 3
+        turns = 6 if is_variant else 1 if along_data else 3 if name.startswith("native.") else 4
         chosen = [kind for place, kind in enumerate(KINDS) if not (number + place) % turns]
         for turn, kind in enumerate(chosen, start=number):
             yield pytest.param(name, options, kind, turn, id=f"{name}-{options}-{kind}", marks=marks_of(name))
