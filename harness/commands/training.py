@@ -150,8 +150,12 @@ def submit(
             )
         if engine == "kubernetes" and results is None:
             raise ValueError("--engine kubernetes: expected --results, a directory that all pods see; got none")
-        of_the_other: dict[str, object] = {"--partition": partition, "--account": account, "--sbatch": sbatch}
-        of_the_other["--wait-minutes"] = wait_minutes
+        of_the_other: dict[str, object] = {
+            "--partition": partition,
+            "--account": account,
+            "--wait-minutes": wait_minutes,
+            "--sbatch": sbatch,
+        }
         if engine == "slurm":
             of_the_other = {"--image": image, "--runtime": runtime}
         if misplaced := [name for name, value in of_the_other.items() if value is not None]:
@@ -182,8 +186,13 @@ def submit(
         manifest = partial(train_job.manifest, job, **made_by, device=device)
         print(batch.script(job) if engine == "slurm" else manifest(), end="")
         raise typer.Exit
-    named = {"--only": only, "--partition": partition, "--account": account, "--minutes": minutes}
-    named["--wait-minutes"] = wait_minutes
+    named = {
+        "--only": only,
+        "--partition": partition,
+        "--account": account,
+        "--minutes": minutes,
+        "--wait-minutes": wait_minutes,
+    }
     again = ["meshmark", "submit", suite, "--nodes", str(nodes), "--ranks-per-node", str(ranks_per_node)]
     again += [word for name, value in named.items() if value is not None for word in (name, str(value))]
     again += [f"--sbatch={option}" for option in sbatch or ()]
