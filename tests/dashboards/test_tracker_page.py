@@ -81,6 +81,8 @@ def test_a_real_servers_page_shows_the_view_and_the_dashboard(server: str, brows
     page.get_by_text("Sort: throughput.tokens_per_second").wait_for(timeout=_SHOWS_WITHIN_MS)
     header = "[role=columnheader]:has-text('communication.bytes_per_step')"
     page.locator(header).first.wait_for(timeout=_SHOWS_WITHIN_MS)
+    assert page.get_by_text("native.zero stage=3").count()
+    assert not page.get_by_text("native.floor").count(), "the fastest of all trains nothing"
     page.get_by_role("link", name="Dashboard of sharding-20300101").wait_for(timeout=_SHOWS_WITHIN_MS)
     page.goto(f"{view}&compareRunsMode=CHART")
     charts = page.get_by_test_id("experiment-view-compare-runs-chart-area")
