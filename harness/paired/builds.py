@@ -12,6 +12,7 @@ import fcntl
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from harness.paired.environments import Environment, requirements_of
 
 _PREFIX = "meshmark-compare-"
 _LOCK = "lock"
+_MAKING_SECONDS = 24 * 3600
 _WORTH_RUNNING = Path("harness/runner.py")
 
 Tell = Callable[[str], None]
@@ -123,6 +125,8 @@ def _building_site(root: Path | None) -> Iterator[Path]:
     try:
         with (directory / _LOCK).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
+            # Between the two lines above another comparison may have taken it for one that was left behind.
+            directory.mkdir(exist_ok=True)
             yield directory
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -133,10 +137,14 @@ def _building_site(root: Path | None) -> Iterator[Path]:
 def _clear_abandoned(root: Path | None) -> None:
     for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         try:
+            if not (directory / _LOCK).exists():  # just being made, or killed as it was
+                if time.time() - directory.stat().st_mtime > _MAKING_SECONDS:
+                    shutil.rmtree(directory, ignore_errors=True)
+                continue
             with (directory / _LOCK).open() as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(directory, ignore_errors=True)
-        except OSError:  # in use, not ours, or just being made
+        except OSError:  # in use, or not ours
             continue
     if root is not None:
         _git(root, "worktree", "prune")

@@ -43,12 +43,14 @@ class Told(Protocol):
 
 @dataclass(kw_only=True)
 class _Pairs:
-    """What is known of a case so far. `ended` says why there will be no more of it, and whose fault that is."""
+    """What is known of a case so far. `ended` says why there will be no more of it, and whose fault that is; `hiccup`
+    what failed once and not again."""
 
     case: Case
     a: list[Timing] = field(default_factory=list)
     b: list[Timing] = field(default_factory=list)
     ended: str = ""
+    hiccup: str = ""
     b_alone_failed: bool = False
 
     @property
@@ -59,8 +61,8 @@ class _Pairs:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedCase:
-    """A case on both sides. `comparison` is None, and `reason` says why, where it could not be timed on both;
-    `p_value` is adjusted over the suite. `a` and `b` keep every run."""
+    """A case on both sides. `comparison` is None, and `reason` says why, where it could not be timed on both; else
+    `reason` says what failed once. `p_value` is adjusted over the suite. `a` and `b` keep every run."""
 
     case: Case
     verdict: ComparedVerdict
@@ -75,12 +77,13 @@ def time_in_turns(cases: Sequence[Case], a: Timed, b: Timed, told: Told) -> list
     """Every case FIRST_PAIRS times on each side; those that are undecided then, up to MOST_PAIRS times."""
     assert cases, "something to compare"
     pairs = [_Pairs(case=case) for case in cases]
-    due = pairs
-    for total in (FIRST_PAIRS, MOST_PAIRS):
+    due, total = pairs, FIRST_PAIRS
+    while due:
         while turn := [each for each in due if not each.ended and len(each.a) < total]:
             for each in turn:
                 _take_turn(each, a, b, total, told)
-        decisions = _decisions(pairs)
+        # More pairs of one case move the adjusted p-values of all, so that one which was decided may not be any more.
+        decisions, total = _decisions(pairs), MOST_PAIRS
         due = [each for each in pairs if not each.ended and decisions[each.case.id] == "undecided"]
     return _compared(pairs)
 
@@ -90,16 +93,26 @@ def _take_turn(pairs: _Pairs, a: Timed, b: Timed, total: int, told: Told) -> Non
     for side in abba(_TURN_PAIRS):
         timed, into = (a, pairs.a) if side == "A" else (b, pairs.b)
         timing = timed.time(pairs.case)
+        if timing.status == "failed":  # of so many launches one may meet a full disk; a defect is there the next time
+            pairs.hiccup = f"failed once, not again: {_reason(timing, timed)}"
+            timing = timed.time(pairs.case)
         into.append(timing)
-        if timing.seconds is None or not 0 < timing.seconds < math.inf:
-            pairs.ended = timing.reason or f"{timed.build.name}: {timing.status}, without a time"
-            harmless = timing.status in ("unsupported", "unavailable")
-            # Where A fails as well there is nothing that B has made worse.
-            pairs.b_alone_failed = side == "B" and not harmless and a.time(pairs.case).seconds is not None
+        if not _has_time(timing):
+            pairs.ended = _reason(timing, timed)
+            # Where A has no time either there is nothing that B has made worse; what B refuses and A trains is worse.
+            pairs.b_alone_failed = side == "B" and _has_time(a.time(pairs.case))
             told.case_ended(pairs.case, pairs.ended)
             return
     a_seconds, b_seconds = pairs.seconds
     told.pairs_done(pairs.case, len(pairs.a), total, a_seconds[-1], b_seconds[-1])
+
+
+def _has_time(timing: Timing) -> bool:
+    return timing.seconds is not None and 0 < timing.seconds < math.inf
+
+
+def _reason(timing: Timing, side: Timed) -> str:
+    return timing.reason or f"{side.build.name}: {timing.status}, without a time"
 
 
 def _decisions(pairs: Sequence[_Pairs]) -> dict[str, PairedVerdict]:
@@ -124,7 +137,7 @@ def _compared(pairs: Sequence[_Pairs]) -> list[ComparedCase]:
             ComparedCase(
                 case=each.case,
                 verdict=verdict,
-                reason=each.ended,
+                reason=each.ended or each.hiccup,
                 comparison=comparisons.get(each.case.id),
                 p_value=p_values.get(each.case.id),
                 a=tuple(each.a),

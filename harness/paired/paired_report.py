@@ -41,7 +41,17 @@ class PairedRun:
 
     @property
     def is_red(self) -> bool:
-        return any(case.verdict in RED for case in self.cases)
+        """Also where no case could be compared: whoever waits for a verdict has none."""
+        return self.compared_nothing or any(case.verdict in RED for case in self.cases)
+
+    @property
+    def compared_nothing(self) -> bool:
+        return all(case.verdict == "not compared" for case in self.cases)
+
+    @property
+    def verdict(self) -> ComparedVerdict:
+        """That of the worst case."""
+        return worst_first(self.cases)[0].verdict
 
     @property
     def name(self) -> str:
@@ -58,6 +68,7 @@ def summary(run: PairedRun) -> str:
     """One line: what was compared, and how many cases got which verdict."""
     counts = Counter(case.verdict for case in run.cases)
     told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in get_args(ComparedVerdict) if counts[verdict])
+    told += ", so there is no verdict" if run.compared_nothing else ""
     return f"{'RED' if run.is_red else 'not red'}: {run.suite}, B {named(run.b)} against A {named(run.a)}: {told}"
 
 
@@ -131,7 +142,7 @@ def record(run: PairedRun) -> RunRecord:
         name=run.name,
         tags={
             "suite": run.suite,
-            "verdict": "regressed" if run.is_red else "ok",
+            "verdict": run.verdict,
             "a": run.a.name,
             "b": run.b.name,
             **({"commit": run.b.commit, "commit_a": run.a.commit} if run.b.commit else {}),

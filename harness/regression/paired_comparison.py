@@ -81,8 +81,8 @@ def _interval(averages: NDArray[np.float64], num_pairs: int) -> tuple[float, flo
         counts = np.convolve(counts, [1.0, *[0.0] * (rank - 1), 1.0])
     below = np.cumsum(counts) / 2.0**num_pairs
     outside = int(np.searchsorted(below, SIGNIFICANCE / 2, side="right"))
-    # Rank sums up to `outside` - 1 are rejected.
-    return float(averages[outside]), float(averages[-1 - outside])
+    # Rank sums up to `outside` - 1 are rejected: with `outside` averages below it a shift is not.
+    return float(averages[outside - 1]), float(averages[-outside])
 
 
 def adjusted(p_values: Sequence[float]) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -58,12 +59,18 @@ def test_an_interrupted_comparison_leaves_nothing(repository: Path) -> None:
 
 
 def test_what_a_killed_one_has_left_goes_with_the_next_and_what_is_in_use_stays(repository: Path) -> None:
+    killed_early, being_made = (Path(tempfile.gettempdir()) / f"meshmark-compare-{name}" for name in ("early", "new"))
+    for directory in (killed_early, being_made):
+        directory.mkdir()
+    os.utime(killed_early, (0, 0))
     abandoned = Path(tempfile.gettempdir()) / "meshmark-compare-killed"
     abandoned.mkdir()
     (abandoned / "lock").touch()
     git(repository, "worktree", "add", "--detach", "--quiet", str(abandoned / "a"), "first")
     with builds.of_revisions(("first", "second"), repository, untold) as (outer, _):
         assert not abandoned.exists()
+        assert not killed_early.exists()
+        being_made.rmdir()
         with builds.of_revisions(("second", "first"), repository, untold):
             assert outer.source.is_dir()
         assert outer.source.is_dir()

@@ -10,10 +10,11 @@ import pytest
 
 from harness.case import Case
 from harness.layout import Layout
+from harness.paired import in_turns
 from harness.paired.builds import Build
 from harness.paired.in_turns import ComparedCase, time_in_turns
 from harness.paired.side import Timing
-from harness.regression.paired_comparison import FIRST_PAIRS, MOST_PAIRS
+from harness.regression.paired_comparison import FIRST_PAIRS, MOST_PAIRS, Comparison
 
 CASES = [Case(workload="gpt", implementation="native.ddp", layout=Layout(data=size)) for size in (2, 3, 4)]
 FIRST, SECOND, THIRD = CASES
@@ -105,7 +106,8 @@ def test_p_values_are_adjusted_over_the_suite() -> None:
         ("failed", "ok", "not compared", "A: gone"),
         ("failed", "failed", "not compared", "A: gone"),
         ("unavailable", "unavailable", "not compared", "A: gone"),
-        ("ok", "unsupported", "not compared", "B: gone"),
+        ("ok", "unsupported", "failed", "B: gone"),  # what A trains and B refuses
+        ("ok", "unavailable", "failed", "B: gone"),
     ],
 )
 def test_a_case_that_cannot_be_timed_ends_there_and_the_others_go_on(
@@ -124,6 +126,38 @@ def test_a_case_that_cannot_be_timed_ends_there_and_the_others_go_on(
     assert (found[FIRST.id].verdict, found[FIRST.id].reason) == (verdict, reason)
     assert found[FIRST.id].comparison is None
     assert [found[case.id].verdict for case in (SECOND, THIRD)] == ["ok", "ok"]
+
+
+@pytest.mark.parametrize("name", ["A", "B"])
+def test_what_fails_once_is_timed_again_and_said(name: str) -> None:
+    """One launch of many that meets a full disk."""
+
+    def hiccuping(times: Callable[[Case, int], Timing]) -> Callable[[Case, int], Timing]:
+        return lambda case, number: (
+            Timing(status="failed", reason="no space left") if (case, number) == (FIRST, 3) else times(case, number)
+        )
+
+    sides = {"A": noisy(0.002, 0), "B": noisy(0.002, 1)}
+    found = compared(*(hiccuping(times) if name == side else times for side, times in sides.items()))
+    assert (found[FIRST.id].verdict, found[FIRST.id].reason) == ("ok", "failed once, not again: no space left")
+    assert len(found[FIRST.id].a) == len(found[FIRST.id].b) == FIRST_PAIRS
+    assert not found[SECOND.id].reason
+
+
+def test_what_others_more_pairs_make_doubtful_takes_more_pairs_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first regresses by a hair at ten pairs; at twenty the third, undecided so far, is ok, which raises the
+    adjusted p-value of the first."""
+
+    def verdicts(comparisons: list[Comparison]) -> list[str]:
+        numbers = [each.num_pairs for each in comparisons]
+        if numbers == [FIRST_PAIRS] * 3:
+            return ["regressed", "ok", "undecided"]
+        return ["undecided" if numbers[0] == FIRST_PAIRS else "regressed", "ok", "ok"]
+
+    monkeypatch.setattr(in_turns, "verdicts", verdicts)
+    found = compared(noisy(0.002, 0), noisy(0.002, 1, 1.1, of=(FIRST,)))
+    assert [len(found[case.id].a) for case in CASES] == [MOST_PAIRS, FIRST_PAIRS, MOST_PAIRS]
+    assert found[FIRST.id].verdict == "regressed"
 
 
 def test_a_failure_of_both_after_some_pairs_is_not_bs_fault() -> None:

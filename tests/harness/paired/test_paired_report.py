@@ -63,7 +63,10 @@ def test_the_worst_comes_first_and_the_summary_counts() -> None:
         "RED: nightly, B fedcba98 against A main (01234567): 1 failed, 1 regressed, 1 ok"
     )
     assert not run(FINE).is_red
-    assert not run(ComparedCase(case=LOST.case, verdict="not compared", reason="x", a=(), b=())).is_red
+    missing = ComparedCase(case=LOST.case, verdict="not compared", reason="x", a=(), b=())
+    assert not run(FINE, missing).is_red
+    assert run(missing).is_red
+    assert paired_report.summary(run(missing)).endswith(": 1 not compared, so there is no verdict")
 
 
 def test_markdown_has_every_case_and_every_reason() -> None:
@@ -105,7 +108,7 @@ def test_the_store_has_one_run_for_it_that_is_no_night_of_any_case(tmp_path: Pat
     (stored,) = tracking.read_runs(paired_report.COMPARISONS_EXPERIMENT, tracking_uri=uri)
     assert stored[f"metrics.shift/{SLOW.case.id}"] == pytest.approx(0.1)
     assert (stored["metrics.cases.regressed"], stored["metrics.cases.ok"]) == (1, 0)
-    assert (stored["tags.verdict"], stored["tags.commit_a"]) == ("regressed", A.commit)
+    assert (stored["tags.verdict"], stored["tags.commit_a"]) == ("failed", A.commit)
     assert from_store([stored]) == []
 
 
