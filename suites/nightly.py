@@ -38,6 +38,7 @@ _PEERS: tuple[_Row, ...] = (
     ("fairscale.oss", Layout(data=2), {}),
     ("fairscale.sharded_ddp", Layout(data=2), {}),
     ("fairscale.tensor", Layout(tensor=2), {}),
+    ("fairscale.pipe", Layout(), {}),  # which takes one process
 )
 
 suite = Suite(

@@ -17,11 +17,12 @@ _ROUNDS = 12
 
 _Member = tuple[Role, str, Mapping[str, Any]]
 _FLOOR: _Member = ("floor", "native.floor", {})
+_SHARDED_FLOOR: _Member = ("floor", "native.floor", {"shards_update": True})
 
 
 def _sharded(stage: int, *peers: tuple[str, Mapping[str, Any]]) -> tuple[_Member, ...]:
     return (
-        _FLOOR,
+        _SHARDED_FLOOR,
         ("subject", "native.zero", {"stage": stage}),
         ("subject", "native.zero", {"stage": stage, "transport": "shared_memory"}),
         *(("peer", name, options) for name, options in peers),
@@ -42,16 +43,16 @@ _COMPARISONS: Mapping[str, tuple[_Member, ...]] = {
         1,
         ("torch.zero", {}),
         ("deepspeed.zero", {"stage": 1}),
-        ("deepspeed.zero", {"stage": 1, "use_multi_rank_bucket_allreduce": False}),
+        ("deepspeed.zero", {"stage": 1, "reduce_scatter": False}),
         ("fairscale.oss", {}),
     ),
     "zero_2": _sharded(
         2,
         ("torch.fsdp", {"reshard_after_forward": False}),
         ("deepspeed.zero", {"stage": 2}),
-        ("deepspeed.zero", {"stage": 2, "use_multi_rank_bucket_allreduce": False}),
+        ("deepspeed.zero", {"stage": 2, "reduce_scatter": False}),
         ("fairscale.sharded_ddp", {}),
-        ("fairscale.sharded_ddp", {"reduce_buffer_size": 0}),
+        ("fairscale.sharded_ddp", {"reduce_buffer_size": 0, "set_to_none": True}),
     ),
     "zero_3": _sharded(
         3,
@@ -59,6 +60,7 @@ _COMPARISONS: Mapping[str, tuple[_Member, ...]] = {
         ("torch.fsdp", {"blocks_per_group": 2}),
         ("torch.fsdp", {"reshard_after_forward": False}),
         ("deepspeed.zero", {"stage": 3}),
+        ("deepspeed.zero", {"stage": 3, "memory_efficient_linear": False}),
         ("fairscale.fsdp", {}),
     ),
     "tensor_parallel": (

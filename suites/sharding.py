@@ -30,7 +30,7 @@ _SHARDED_OVER_ALL: tuple[tuple[Role, str, Mapping[str, Any]], ...] = (
     ("peer", "torch.fsdp", {"reshard_after_forward": False}),
 )
 _SHARDED_IN_PAIRS: tuple[tuple[Role, str, Mapping[str, Any]], ...] = (
-    ("floor", "native.floor", {}),
+    ("floor", "native.floor", {"shards_update": True}),
     ("subject", "native.zero", {"stage": 3}),
     ("peer", "torch.fsdp", {"reshard_after_forward": True}),
 )

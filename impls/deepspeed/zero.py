@@ -173,6 +173,7 @@ class DeepSpeedZero(Implementation):
         stage3_max_reuse_distance: int | None = None,
         stage3_prefetch_bucket_size: int | None = None,
         zero_hpz_partition_size: int = 1,
+        memory_efficient_linear: bool = True,
         offload_optimizer: bool = False,
         cpu_adam: bool = False,
     ) -> None:
@@ -187,6 +188,7 @@ class DeepSpeedZero(Implementation):
             "stage3_max_reuse_distance": stage3_max_reuse_distance,
             "stage3_prefetch_bucket_size": stage3_prefetch_bucket_size,
             "zero_hpz_partition_size": zero_hpz_partition_size,
+            "memory_efficient_linear": memory_efficient_linear,
             "offload_optimizer": offload_optimizer,
         }
         workload = zero_config.clipped(workload, {"clipping": clipping})

@@ -56,7 +56,8 @@ def test_peers_compares_ours_over_both_transports_with_a_peer_and_the_floor_ever
     for cases in groups.values():
         roles = {role: {case.label for case in cases if case.role == role} for role in ("subject", "floor", "peer")}
         strategy = cases[0].comparison
-        ours, floor = OURS.get(strategy, (f"native.zero stage={strategy.removeprefix('zero_')}", "native.floor"))
+        sharded = f"native.zero stage={strategy.removeprefix('zero_')}", "native.floor shards_update=True"
+        ours, floor = OURS.get(strategy, sharded)
         variants = (
             ("1f1b", "zero_bubble", "zero_bubble_h2")
             if strategy == "pipeline_parallel"
@@ -84,10 +85,11 @@ def test_sharding_compares_every_stage_with_data_parallel_and_a_peer_against_the
     theirs = {"torch.ddp", "torch.zero", *(f"torch.fsdp reshard_after_forward={value}" for value in (True, False))}
     assert over_all.keys() == {"native.floor", "native.ddp", *ours, *theirs}
     assert {label for label, case in over_all.items() if case.role == "peer"} == theirs
-    assert in_pairs.keys() == {"native.floor", "native.zero stage=3", "torch.fsdp reshard_after_forward=True"}
+    floor = "native.floor shards_update=True"
+    assert in_pairs.keys() == {floor, "native.zero stage=3", "torch.fsdp reshard_after_forward=True"}
     assert all(case.layout.shard == 2 for case in in_pairs.values())
-    for members in (over_all, in_pairs):
-        assert members["native.floor"].role == "floor"
+    for members, label in ((over_all, "native.floor"), (in_pairs, floor)):
+        assert members[label].role == "floor"
         assert len({case.measurement for case in members.values()}) == 1, "a comparison measures all alike"
     measurement = over_all["native.ddp"].measurement
     assert measurement.memory_steps

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional
 from torch.optim import Optimizer
 
 from harness.own_process import first_error, remembered_error
@@ -69,8 +70,8 @@ def _error_of_compiling(*builders: str) -> str | None:
         "from deepspeed.accelerator import get_accelerator\n"
         f"for name in {builders!r}:\n"
         "    builder = get_accelerator().create_op_builder(name)\n"
-        "    assert builder is not None, f'no operator {name} for this device'\n"
-        "    builder.load(verbose=False)\n"
+        "    if builder is not None:  # there is none for memory shared by ranks whose device is a GPU\n"
+        "        builder.load(verbose=False)\n"
     )
     return first_error(program, timeout_seconds=_COMPILE_SECONDS, environment=_here())
 
@@ -95,6 +96,8 @@ class Session:
     """
 
     def __init__(self, device: torch.device, rank: int, world_size: int) -> None:
+        self._before = {name: os.environ.get(name) for name in _PLACE}
+        self._linear = functional.linear
         os.environ.update(_environment(device.type))
         # A size of the node would have it exchange tensors in memory that no instrument sees.
         os.environ.pop("LOCAL_SIZE", None)
@@ -139,8 +142,16 @@ class Session:
             setattr(groups, name, None)
         for group in sorted(self._groups & _process_groups(), key=lambda group: str(group.group_name)):
             dist.destroy_process_group(group)
+        functional.linear = self._linear  # stage 3 puts its own there, for whatever the process does from then on
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
+_PLACE = ("DS_ACCELERATOR", "PATH", "LOCAL_SIZE", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+"""Where it looks for its place."""
 _KEPT = (
     *("_WORLD_GROUP", "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "_TENSOR_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP"),
     *("_DATA_PARALLEL_GROUP", "mesh_device", "mpu"),

@@ -23,6 +23,7 @@ _OF_STAGE_3 = (
     "stage3_max_reuse_distance",
     "stage3_prefetch_bucket_size",
     "zero_hpz_partition_size",
+    "memory_efficient_linear",
 )
 _OF_STAGES_1_AND_2 = ("use_multi_rank_bucket_allreduce",)
 _OF_ZERO = ("reduce_bucket_size", "overlap_comm", "reduce_scatter", "contiguous_gradients")

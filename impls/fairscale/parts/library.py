@@ -9,6 +9,7 @@ from harness.own_process import remembered_error
 
 SUPPORTED = "0.4.13"
 """Its last release: what its wrappers do with buckets and hooks is known of this one."""
+# The package imports all of them with any of them.
 MODULES = ("optim.oss", "nn.data_parallel", "nn.pipe", "nn.model_parallel")
 
 _FULLY_SHARDED_STEP = """
@@ -42,4 +43,7 @@ def why_unavailable() -> str | None:
 @functools.cache
 def why_not_fully_sharded_on_cpu() -> str | None:
     """What its fully sharded wrapper says to one step on a CPU, or None; asked once, of a process of its own."""
-    return remembered_error(_FULLY_SHARDED_STEP, timeout_seconds=_PROBE_SECONDS, remembers_errors=True)
+    without_gpus = {"CUDA_VISIBLE_DEVICES": ""}  # one of which it would take by itself
+    return remembered_error(
+        _FULLY_SHARDED_STEP, timeout_seconds=_PROBE_SECONDS, environment=without_gpus, remembers_errors=True
+    )

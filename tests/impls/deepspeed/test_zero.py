@@ -9,6 +9,7 @@ from harness.layout import Layout
 from harness.measure import communication, memory
 from harness.measure.memory import MemoryReport
 from harness.measure.predicted_memory import predicted, registry
+from harness.own_process import first_error
 from impls.deepspeed.zero import DeepSpeedZero
 from tests.conftest import Instrumented, parity_case
 from tests.impls.test_figures import make_case, work_of
@@ -188,3 +189,30 @@ def test_another_layout_finds_nothing_of_the_last_one(worlds: Worlds) -> None:
     for case in cases:
         parity = worlds.parity(case)
         assert parity.ok, f"{case.implementation}: {parity.explanation}"
+
+
+_IN_ONE_RANK = """
+import os, torch, torch.distributed as dist
+from torch.nn import functional
+from harness import models
+from harness.layout import Layout
+from harness.mesh import Mesh
+from harness.topology import Topology
+from impls.deepspeed.zero import DeepSpeedZero
+
+before, torchs = dict(os.environ), functional.linear
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+alone, cpu = Layout(data=1), torch.device("cpu")
+mesh = Mesh(alone, Topology(ranks_per_node=1), 0, cpu)
+for others in ({}, {"memory_efficient_linear": False}):
+    made = DeepSpeedZero(models.load("awkward:kind=sgd"), alone, mesh, cpu, stage=3, **others)
+    assert (functional.linear is torchs) == bool(others), functional.linear
+    made.close()
+    assert functional.linear is torchs, functional.linear
+    left = {name for name in before | os.environ if before.get(name) != os.environ.get(name)}
+    assert not {name for name in left if "RANK" in name or name in ("PATH", "DS_ACCELERATOR", "WORLD_SIZE")}, left
+"""
+
+
+def test_whoever_comes_after_stage_3_in_a_process_has_torchs_own_layers() -> None:
+    assert first_error(_IN_ONE_RANK, timeout_seconds=300) is None
