@@ -111,7 +111,7 @@ class Case:
     @property
     def id(self) -> str:
         """Stable over sessions: a readable head and a hash of everything that identifies the work."""
-        not_identity = ("measurement", "deadline_seconds", "role", "expected")
+        not_identity = ("measurement", "deadline_seconds", "role", "expected", "is_unplaced")
         identity = {key: value for key, value in self.to_json().items() if key not in not_identity}
         if not self.comparison:
             del identity["comparison"]  # a case is the same one as before there were names for comparisons
