@@ -69,6 +69,7 @@ _COMPARISONS: Mapping[str, tuple[_Member, ...]] = {
         ("subject", "native.tensor", {"transport": "shared_memory"}),
         ("peer", "torch.tensor", {}),
         ("peer", "deepspeed.tensor", {}),
+        ("peer", "deepspeed.tensor", {"head": "gathered"}),
         ("peer", "fairscale.tensor", {}),
     ),
     "pipeline_parallel": (

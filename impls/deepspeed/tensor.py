@@ -1,9 +1,11 @@
 """DeepSpeed's tensor parallelism (AutoTP) in training: its engine replaces the linear layers that the workload's tensor
-plan names by ones that hold a slice each; torch's fused optimizer steps the slices."""
+plan names by ones that hold a slice each, with logits that stay cut for its cross-entropy over parts of a vocabulary;
+torch's fused optimizer steps the slices."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,16 +21,18 @@ from harness.optimizer import decay_groups, global_norm, norm_over_ranks, torch_
 from harness.parameters import LogicalParameter, MemoryCategory, logical_parameters
 from harness.workload import Batch, Workload
 from impls.deepspeed.parts import library, limits, tensor_costs, tensor_dry_run
+from impls.deepspeed.parts.clipping_norm import keep_norm
 from impls.deepspeed.parts.engine_config import engine_config
 from impls.deepspeed.parts.engine_states import engine_states, masters_of
 from impls.deepspeed.parts.memory_marks import mark_buffers
-from impls.deepspeed.parts.tensor_slices import slices_of
+from impls.deepspeed.parts.tensor_slices import Head, slices_of
 
 
 class DeepSpeedTensorParallel(Implementation):
-    """Embeddings are whole on every rank. `cuts_head` cuts the head by the vocabulary and gathers its logits, since the
-    loss takes them whole; `false` has every rank compute all of them. A head that shares the embedding's weight stays
-    whole."""
+    """`head="cut"` cuts the head by the vocabulary, and with it an embedding that shares its weight; DeepSpeed's
+    cross-entropy takes the logits as they are cut. Where the loss is another, or the heads are several, it falls back
+    to `gathered`: a cut head whose logits every rank gathers, but for one that shares an embedding's weight, which
+    stays whole. Under `whole` every rank computes all logits. Other embeddings are whole on every rank."""
 
     strategy = "tensor_parallel"
     libraries = ("deepspeed",)
@@ -55,42 +59,47 @@ class DeepSpeedTensorParallel(Implementation):
     def predicted_memory(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> Mapping[MemoryCategory, int] | None:
-        return tensor_costs.memory_bytes(workload, parameters, layout, cuts_head=options.get("cuts_head", True))
+        return tensor_costs.memory_bytes(workload, parameters, layout, head=options.get("head", "cut"))
 
     @classmethod
     def predicted_wire_bytes(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> int | None:
-        return tensor_costs.wire_bytes(workload, layout, cuts_head=options.get("cuts_head", True))
+        return tensor_costs.wire_bytes(workload, layout, head=options.get("head", "cut"))
 
     @classmethod
     def dry_steps(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> Sequence[Callable[[nn.Module], DryStep]]:
-        cuts_head = options.get("cuts_head", True)
-        states = tensor_costs.memory_bytes(workload, parameters, layout, cuts_head=cuts_head)
+        head = options.get("head", "cut")
+        states = tensor_costs.memory_bytes(workload, parameters, layout, head=head)
         held_bytes = states["parameters"] + states["optimizer_states"]
-        return [partial(tensor_dry_run.dry_step, workload, layout.tensor, held_bytes=held_bytes, cuts_head=cuts_head)]
+        return [partial(tensor_dry_run.dry_step, workload, layout.tensor, held_bytes=held_bytes, head=head)]
 
     def __init__(
-        self, workload: Workload, layout: Layout, mesh: Mesh, device: torch.device, *, cuts_head: bool = True
+        self, workload: Workload, layout: Layout, mesh: Mesh, device: torch.device, *, head: Head = "cut"
     ) -> None:
         self.workload = workload
         self.device = device
         self.group = mesh.group("tensor")
         self.num_updates = 0
-        self.module = workload.build_model().to(device)
+        self.module: Any = workload.build_model().to(device)
         registry = [p for p in logical_parameters(self.module, workload.decays) if p.trainable]
         named = dict(self.module.named_parameters())
         self.trained = {parameter.name: named[parameter.name] for parameter in registry}
         groups = decay_groups(registry, list(self.trained.values()), workload.training.weight_decay)
         self.optimizer = torch_optimizer(workload.training, groups)
-        self._cut = slices_of(self.module, workload, cuts_head=cuts_head)
+        self._cut = slices_of(self.module, workload, head=head)
         config = engine_config(workload, {"stage": 0})
-        config["tensor_parallel"] = {"autotp_size": layout.tensor, "partition_config": self._cut.partition_config}
+        config["tensor_parallel"] = {"autotp_size": layout.tensor, **self._cut.configuration}
+        if self._cut.cut_head is not None:
+            self.module.loss_function = workload.loss  # DeepSpeed puts its own in the place of one that it finds here
         with library.Session(device, mesh.rank, layout.world_size) as self.session:
             self.engine = self.session.engine(self.module, self.optimizer, config)
+        if self._cut.cut_head is not None:
+            self.workload = replace(workload, loss=self._loss_of_parts())
         mark_buffers(self.engine)
+        keep_norm(self.engine)
         self._gradients: dict[str, Tensor] | None = None
 
     def train_step(self, batch: Batch) -> StepOutput:
@@ -123,22 +132,36 @@ class DeepSpeedTensorParallel(Implementation):
         with evaluating(self.module):
             return sum_losses(batch, partial(self.workload.loss_sum, self.engine), self.device)
 
+    def _loss_of_parts(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """The engine's loss of logits of which each rank has a part, the same on every rank. Collective: with its first
+        target the ranks tell each other which parts they have, once."""
+        loss, own = self.module.loss_function, self.module.get_parameter(f"{self._cut.cut_head}.weight").detach()
+
+        def loss_sum(outputs: Tensor, targets: Tensor) -> Tensor:
+            summed: Tensor = loss(outputs.flatten(0, -2), shift_labels=targets.flatten(), num_items_in_batch=1)
+            return summed
+
+        loss_sum(own.new_zeros(1, len(own)), torch.zeros(1, dtype=torch.long, device=own.device))
+        return loss_sum
+
     def _step(self, learning_rate: float) -> tuple[Tensor | None, bool]:
+        training, norm = self.workload.training, None
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        norm = None
-        if self.workload.training.checks_norm or self.tracks_gradient_norm:
+        if training.skip_nonfinite or self.tracks_gradient_norm:
             norm = self._norm()
-            if self.workload.training.skip_nonfinite and not bool(torch.isfinite(norm)):
+            if training.skip_nonfinite and not bool(torch.isfinite(norm)):
                 self.engine.zero_grad()
                 return norm, True
         self.engine.step()
+        if norm is None and training.clip_norm is not None:
+            norm = torch.as_tensor(self.engine.get_global_grad_norm())
         skipped = not self.engine.was_step_applied()
         self.num_updates += not skipped
         return norm, skipped
 
     def _norm(self) -> Tensor:
-        """The engine clips by one of its own and does not tell it. What is whole counts on the first rank."""
+        """In fp64. What is whole counts on the first rank."""
         is_first = dist.get_rank(self.group) == 0
         counted = [
             parameter.grad
@@ -159,6 +182,10 @@ class DeepSpeedTensorParallel(Implementation):
     def full_parameters(self) -> dict[str, Tensor]:
         held = {**dict(self.module.named_parameters()), **masters_of(self.engine, self.trained)}
         return {name: self._cut.whole(name, tensor, self.group) for name, tensor in held.items()}
+
+    def facts(self) -> Mapping[str, str]:
+        """What has become of the head."""
+        return {"head": self._cut.head}
 
     def replicated_tensors(self) -> Iterable[Tensor]:
         yield from self.module.parameters()

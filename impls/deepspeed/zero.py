@@ -36,6 +36,7 @@ from harness.placement import Seats
 from harness.traffic import Traffic
 from harness.workload import Batch, MicroBatch, Workload
 from impls.deepspeed.parts import library, zero_3_dry_run, zero_config, zero_costs, zero_dry_run
+from impls.deepspeed.parts.clipping_norm import keep_norm
 from impls.deepspeed.parts.engine_config import engine_config
 from impls.deepspeed.parts.engine_states import engine_states, masters_of
 from impls.deepspeed.parts.first_gradient import at_first_gradient, gradients_come_late
@@ -213,6 +214,8 @@ class DeepSpeedZero(Implementation):
             self.optimizer = make(workload.training, groups)
             config = engine_config(workload, zero_config.zero_config(registry, workload, options))
             self.engine = self.session.engine(self.module, self.optimizer, config)
+        if not stage:
+            keep_norm(self.engine)
         self._leaves_out_norm = zero_config.may_leave_out_norm(workload, options)
         self._gradients: dict[str, Tensor] | None = None
 
@@ -264,8 +267,8 @@ class DeepSpeedZero(Implementation):
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         norm: Any = None
-        if not self.stage and asks_for_norm:
-            # Without ZeRO the engine tells no norm, and has no rule for one that is not finite.
+        if not self.stage and (self.workload.training.skip_nonfinite or self.tracks_gradient_norm):
+            # Without ZeRO the engine has no rule for a norm that is not finite, and takes none unless it clips.
             norm = global_norm([p.grad for p in self.trained.values() if p.grad is not None])
             if self.workload.training.skip_nonfinite and not bool(torch.isfinite(norm)):
                 self.engine.zero_grad()
@@ -277,7 +280,7 @@ class DeepSpeedZero(Implementation):
         if skipped and self.stage == 3:
             self._gather_persistent()
         self.num_updates += not skipped
-        if self.stage and asks_for_norm:
+        if norm is None and asks_for_norm:
             norm = torch.as_tensor(self.engine.get_global_grad_norm())
         return norm, skipped
 

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from harness.layout import Layout
 from harness.parameters import LogicalParameter, MemoryCategory, all_reduce_wire_bytes, replicated_state_bytes
 from harness.workload import Workload, in_compute_precision
-from impls.deepspeed.parts.tensor_slices import TensorSlices, slices_of
+from impls.deepspeed.parts.tensor_slices import Head, TensorSlices, slices_of
 
 
 def memory_bytes(
-    workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, *, cuts_head: bool
+    workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, *, head: Head
 ) -> dict[MemoryCategory, int]:
     """Of the first rank, which holds most, with the flat copy of its gradients in which they would be summed over a
     data axis."""
-    cut = slices_of(workload.model_without_memory(), workload, cuts_head=cuts_head)
+    cut = slices_of(workload.model_without_memory(), workload, head=head)
     held: dict[MemoryCategory, int] = {"parameters": 0, "gradients": 0, "optimizer_states": 0}
     for parameter in parameters:
         whole = replicated_state_bytes([parameter], workload.precision, workload.training.num_moments)
@@ -28,23 +28,24 @@ def memory_bytes(
     return {**held, "communication_buffers": held["gradients"]}
 
 
-def wire_bytes(workload: Workload, layout: Layout, *, cuts_head: bool) -> int:
-    """Each micro-batch: a column-parallel layer's sum of its input's gradient, a row-parallel one's of its output, the
-    gathered logits, sums of the gradients of what ranks use on slices. Then the norm, where it is taken."""
+def wire_bytes(workload: Workload, layout: Layout, *, head: Head) -> int:
+    """Each micro-batch: a column-parallel layer's sum of its input's gradient, a row-parallel one's of its output, as a
+    cut embedding's; the gathered logits, or of cut ones three sums of a number a target (largest, exponentials, own
+    logit); sums of the gradients of what ranks use on slices. Then the norms: ours, and the engine's by which it
+    clips."""
     ranks, training = layout.tensor, workload.training
-    sent = sum(
-        _micro_batch_bytes(workload, batch.inputs, ranks, cuts_head) for batch in workload.batch(0).micro_batches
-    )
-    if training.checks_norm:
+    sent = sum(_micro_batch_bytes(workload, batch.inputs, ranks, head) for batch in workload.batch(0).micro_batches)
+    if training.skip_nonfinite:
         sent += (ranks - 1) * torch.float64.itemsize
     if training.clip_norm is not None:
         sent += all_reduce_wire_bytes(torch.float32.itemsize, ranks)
     return sent
 
 
-def _micro_batch_bytes(workload: Workload, inputs: Tensor, ranks: int, cuts_head: bool) -> int:
+def _micro_batch_bytes(workload: Workload, inputs: Tensor, ranks: int, head: Head) -> int:
     model = in_compute_precision(workload, workload.model_without_memory())
-    cut = slices_of(model, workload, cuts_head=cuts_head)
+    cut = slices_of(model, workload, head=head)
+    cut_head = None if cut.cut_head is None else model.get_submodule(cut.cut_head)
     sent = 0
 
     def count(layer: nn.Module, args: Any, output: Tensor, spec: dict[str, Any]) -> None:
@@ -59,8 +60,11 @@ def _micro_batch_bytes(workload: Workload, inputs: Tensor, ranks: int, cuts_head
             features = output.shape[-1]
             padded = -(-features // ranks)  # the widest piece
             sent += (ranks - 1) * padded * (output.numel() // features) * output.element_size()
+        if layer is cut_head:
+            sent += 3 * all_reduce_wire_bytes(output.numel() // output.shape[-1] * torch.float32.itemsize, ranks)
 
-    for name, spec in cut.layers.items():
+    embeddings = {name: {"partition_type": "row"} for name in cut.cut_embeddings}
+    for name, spec in {**cut.layers, **embeddings}.items():
         model.get_submodule(name).register_forward_hook(
             lambda layer, args, output, spec=spec: count(layer, args, output, spec)
         )

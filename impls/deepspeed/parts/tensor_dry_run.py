@@ -3,28 +3,33 @@ sums. See harness.implementation.DryStep."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.nn import functional
 
+from harness.data import IGNORE_INDEX
 from harness.implementation import DryStep, phase
 from harness.workload import Batch, Workload
-from impls.deepspeed.parts.tensor_slices import slices_of
+from impls.deepspeed.parts.tensor_slices import Head, TensorSlices, slices_of
 
 
-def dry_step(workload: Workload, num_ranks: int, module: nn.Module, *, held_bytes: int, cuts_head: bool) -> DryStep:
+def dry_step(workload: Workload, num_ranks: int, module: nn.Module, *, held_bytes: int, head: Head) -> DryStep:
     """That of the rank which holds `held_bytes` of parameters and optimizer states, most of all. Its gradients are
     copied into one flat tensor, though there is nobody to sum with, and once more where masters are stepped."""
-    _cut(module, workload, num_ranks, cuts_head=cuts_head)
+    cut = slices_of(module, workload, head=head)
+    _cut(module, cut, num_ranks)
+    cutting = workload if cut.cut_head is None else replace(workload, loss=_cross_entropy_of_parts)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     device = next(module.parameters()).device
 
     def take(batch: Batch) -> None:
         for micro_batch in batch.micro_batches:
             with phase("forward"):
-                objective = workload.loss_sum(module, micro_batch) / batch.global_num_tokens
+                objective = cutting.loss_sum(module, micro_batch) / batch.global_num_tokens
             objective.backward()
         for dtype in {parameter.dtype for parameter in trained}:
             elements = sum(parameter.numel() for parameter in trained if parameter.dtype == dtype)
@@ -38,9 +43,8 @@ def dry_step(workload: Workload, num_ranks: int, module: nn.Module, *, held_byte
     return DryStep(held_bytes=held_bytes, held=held, batch=workload.batch(0), take=take)
 
 
-def _cut(module: nn.Module, workload: Workload, num_ranks: int, *, cuts_head: bool) -> None:
+def _cut(module: nn.Module, cut: TensorSlices, num_ranks: int) -> None:
     """Puts layers like DeepSpeed's in the place of those that it replaces."""
-    cut = slices_of(module, workload, cuts_head=cuts_head)
     for name, spec in cut.layers.items():
         whole = module.get_submodule(name)
         parameters: dict[str, nn.Parameter | None] = {}
@@ -52,9 +56,12 @@ def _cut(module: nn.Module, workload: Workload, num_ranks: int, *, cuts_head: bo
                 parameter = nn.Parameter(own, requires_grad=parameter.requires_grad)
             parameters[kind] = parameter
         gathered = num_ranks if spec.get("gather_output") else 0
-        module.set_submodule(
-            name, _Layer(**parameters, sums_gradient=spec["partition_type"] == "column", gathered=gathered)
-        )
+        layer = _Layer(**parameters, sums_gradient=spec["partition_type"] == "column", gathered=gathered)
+        module.set_submodule(name, layer)
+        if name == cut.cut_head:
+            for embedding in cut.cut_embeddings:
+                padding_idx: Any = module.get_submodule(embedding).padding_idx
+                module.set_submodule(embedding, _Embedding(layer.weight, padding_idx))
 
 
 class _Layer(nn.Module):
@@ -78,6 +85,22 @@ class _Layer(nn.Module):
         if self.bias is not None:
             output = output + self.bias
         return _Gathered.apply(output, self._gathered) if self._gathered else output  # type: ignore[no-untyped-call]
+
+
+class _Embedding(nn.Module):
+    """Of its own rows; what others have comes by the sum of the outputs."""
+
+    def __init__(self, weight: nn.Parameter | None, padding_idx: int | None) -> None:
+        super().__init__()
+        self.weight, self._padding_idx = weight, padding_idx
+
+    def forward(self, indices: Tensor) -> Tensor:
+        assert self.weight is not None
+        elsewhere = (indices < 0) | (indices >= len(self.weight))
+        own = (indices - 0).masked_fill(elsewhere, 0)
+        output = functional.embedding(own, self.weight, padding_idx=self._padding_idx)
+        output = output.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        return _Summed.apply(output)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Summed(Function):
@@ -104,3 +127,39 @@ class _Gathered(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0].narrow(-1, 0, ctx.own_features).contiguous(), None
+
+
+class _CrossEntropyOfParts(Function):
+    """DeepSpeed's, step by step."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, targets: Tensor) -> Tensor:
+        logits = parts.float()
+        largest = logits.amax(dim=-1).clone()
+        exponentials = torch.exp(logits - largest.unsqueeze(-1))
+        sums = exponentials.sum(dim=-1)
+        valid = targets != IGNORE_INDEX
+        within = valid & (targets >= 0) & (targets < logits.shape[-1])
+        own = (targets - 0).clamp(min=0, max=logits.shape[-1] - 1)
+        predicted = logits.gather(-1, own.unsqueeze(-1)).squeeze(-1)
+        predicted = torch.where(within, predicted, torch.zeros_like(predicted))
+        losses = torch.log(sums) + largest - predicted
+        losses = torch.where(valid, losses, torch.zeros_like(losses))
+        ctx.save_for_backward(exponentials, sums, own, within, valid)
+        ctx.dtype = parts.dtype
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        exponentials, sums, own, within, valid = ctx.saved_tensors
+        gradient = exponentials / sums.unsqueeze(-1)
+        gradient.scatter_add_(-1, own.unsqueeze(-1), -within.unsqueeze(-1).to(gradient.dtype))
+        gradient *= valid.unsqueeze(-1).to(gradient.dtype)
+        gradient *= gradients[0].unsqueeze(-1)
+        return gradient.to(ctx.dtype), None
+
+
+def _cross_entropy_of_parts(outputs: Tensor, targets: Tensor) -> Tensor:
+    """As impls/deepspeed/tensor.py has it."""
+    losses: Tensor = _CrossEntropyOfParts.apply(outputs.flatten(0, -2), targets.flatten())  # type: ignore[no-untyped-call]
+    return losses.sum() / 1.0
