@@ -51,7 +51,7 @@ def test_the_table_and_what_it_rests_on_stand_between_the_marks() -> None:
         "comparison."
     )
     assert last.startswith("[dashboards/peers.md](dashboards/peers.md) has every setting")
-    assert all(len(line) <= 120 for line in (text + last).splitlines())
+    assert all(len(line) <= 120 for line in f"{text}\n{last}".splitlines())
     assert with_figures(with_figures(README, RUN), RUN) == with_figures(README, RUN)
 
 
