@@ -1,4 +1,5 @@
-"""How many lines a strategy asks of its user: an implementation's training code beside plain training on one rank."""
+"""How much our use of a library differs from plain training on one rank: an implementation's training code beside the
+same of plain training. No count of what a user would change: what passes options on and measures is in it, too."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from harness import implementation
 from harness.implementation import Implementation
 
 PLAIN_TRAINING = "native.floor"
-"""The compute-only floor: what a user has before parallel training, written in the same form."""
+"""The compute-only floor: training before it is parallel, written in the same form."""
 
 
 def num_changed_lines(kind: type[Implementation]) -> int | None:

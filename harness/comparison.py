@@ -15,12 +15,12 @@ _STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One case in a table; `baseline_seconds` is the step of what its time is compared with, `peer_seconds` that of the
-    fastest peer of its strategy on the same layout."""
+    """One case in a table; `baseline_seconds` is the step of what its time is compared with, `best_peer` the fastest
+    peer, on the same layout, of the strategy as which it is compared."""
 
     result: Result
     baseline_seconds: float | None
-    peer_seconds: float | None = None
+    best_peer: Result | None = None
 
     @property
     def name(self) -> str:
@@ -46,7 +46,7 @@ class Row:
 
     @property
     def peer_ratio(self) -> float | None:
-        return self._over(self.peer_seconds)
+        return None if self.best_peer is None else self._over(self.best_peer.metrics["step.median_seconds"])
 
     def _over(self, other_seconds: float | None) -> float | None:
         seconds = self.metric("step.median_seconds")
@@ -118,7 +118,7 @@ def comparisons(results: Sequence[Result]) -> list[Comparison]:
             Row(
                 result=member,
                 baseline_seconds=baselines[str(member.case.layout)],
-                peer_seconds=_best_peer_seconds(member, by_layout[str(member.case.layout)]),
+                best_peer=_best_peer(member, by_layout[str(member.case.layout)]),
             )
             for member in members
         )
@@ -137,17 +137,26 @@ def _is_baseline(result: Result, has_floors: bool) -> bool:
     return "step.median_seconds" in result.metrics and serves
 
 
-def _best_peer_seconds(member: Result, others: Sequence[Result]) -> float | None:
+def compared_as(member: Result, others: Sequence[Result]) -> str:
+    """The strategy that a case stands for among `others`: one of ours, of those that it is comparable with, its own
+    first; its own where ours have none of them."""
+    ours = {other.strategy for other in others if other.case.role == "subject"}
+    return next((name for name in (member.strategy, *member.comparable_strategies) if name in ours), member.strategy)
+
+
+def _best_peer(member: Result, others: Sequence[Result]) -> Result | None:
     """A floor trains nothing, and a peer that trains another model, or does other work, is no measure for one that does
     not."""
     if member.case.role == "floor":
         return None
-    seconds = (
-        other.metrics.get("step.median_seconds")
+    strategy = compared_as(member, others)
+    peers = (
+        other
         for other in others
-        if other.case.role == "peer" and other.is_a_measure and other.stands_beside(member.strategy)
+        if other.case.role == "peer" and other.is_a_measure and other.stands_beside(strategy)
+        if "step.median_seconds" in other.metrics
     )
-    return min((value for value in seconds if value is not None), default=None)
+    return min(peers, key=lambda peer: peer.metrics["step.median_seconds"], default=None)
 
 
 def _title(case: Case) -> str:

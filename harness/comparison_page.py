@@ -3,17 +3,26 @@ and in lines, each measured figure beside its closed form. Nothing on it comes f
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 from harness.comparison import Comparison, Row, comparisons
-from harness.library_matrix import Line, matrix
+from harness.library_matrix import Cell, Line, matrix
 from harness.markdown import code, plain, plain_row, table_row
+from harness.provenance import provenance
 from harness.ratios import ratio_rows
-from harness.reasons import departures, measured_on, reasons, shown_parity, unpredicted
-from harness.report import RATIO_COLUMNS, RATIO_MEANING, Column, figure, ratio_groups, unit_of
+from harness.reasons import departures, reasons, shown_parity, unpredicted
+from harness.report import (
+    RATIO_COLUMNS,
+    RATIO_MEANING,
+    RATIO_MEANING_WITHOUT_TURNS,
+    Column,
+    figure,
+    ratio_groups,
+    unit_of,
+)
 from harness.result import Result
 
 _MIB = 2**20
@@ -25,9 +34,21 @@ _CATEGORIES = {
     "activation_bytes": "activations",
     "other_bytes": "other",
 }
+_SENDS_MORE = 1.1
 MATRIX_MEANING = (
     "The median step of each library's fastest setting that trains the reference's model by its recipe, and in "
     "brackets over that of the best peer: below 1 is faster."
+)
+LETTERS_MEANING = "A letter marks a setting that is not the default: which one is said below."
+TRANSPORTS_MEANING = (
+    "Over the process group, as everybody's, what a library gains is its algorithm's; over memory that the ranks of a "
+    "machine share it is the transport's too."
+)
+TEXTBOOK_MEANING = (
+    "Why some send more than the textbook: torch.zero, fairscale.oss and stages 1 and 2 of deepspeed.zero all-reduce "
+    "gradients, which takes twice the bytes of a reduce-scatter, and then broadcast or gather parameters besides; the "
+    "reduce-scatter of torch.fsdp and of deepspeed.zero's stage 3 is an all-reduce over gloo; and in a broadcast or "
+    "reduction of gloo's ranks pass on what others sent."
 )
 LEGEND = (
     "step / best peer: the median step over that of the fastest peer of the same strategy which trains the same model "
@@ -39,14 +60,19 @@ LEGEND = (
     "tell from the rest",
     "peak: the most bytes allocated at once, measured; predicted: the closed form, and a dry run for what one "
     "micro-batch needs beside it",
-    "sent: what one rank puts on the wire in a step, measured, of the rank that sends most; predicted: the closed form",
+    "sent: what one rank puts on the wire in a step, measured, of the rank that sends most; predicted: the closed form "
+    "of the algorithm that this implementation runs; textbook: that of its strategy, whoever implements it (data "
+    "parallel, ZeRO 1 and 2: 2(N-1)/N of the gradients, ZeRO 3: 3(N-1)/N, where they are as wide as parameters; tensor "
+    "parallel and pipeline: what layers sum, or hand over a border). It is no verdict: nobody has to send just that",
     "collectives: the operations of a step; a send and a receive are one each",
     "busy %: the part of a step in which at least one collective is in flight",
     "exposed %: the part of a step that would be saved if communication cost nothing",
     "latencies: how many latencies of the link a step waits for one after another: what it gets longer by when every "
     "operation is launched d later, over d",
-    "lines changed: the logical lines by which a peer's `__init__` and `train_step` differ from plain training in one "
-    "process; a call counts as itself. Ours are libraries, whose lines are not the user's",
+    "lines changed: the logical lines by which our use of a peer (`__init__` and `train_step` of its implementation "
+    "here) differs from the same of plain training in one process; a call counts as itself. What passes options on, "
+    "hooks and measuring the norm are among them: it is no count of what a user would change. Ours are libraries, and "
+    "have none",
     "parity: against one process, see the README. not checked: the case has no parity steps. other work: its options "
     "depart from the recipe, as said below; such a peer is nobody's best",
 )
@@ -57,12 +83,18 @@ def page(results: Sequence[Result], *paths: Path) -> str:
     suites = list(dict.fromkeys(result.suite for result in results if result.suite))
     lines = [f"# {' and '.join(suites) or 'Cases'}: strategies compared", ""]
     if lines_of_matrix := matrix(results):
-        lines += ["## Strategies and libraries", "", MATRIX_MEANING, "", *_matrix_table(lines_of_matrix), ""]
-    if timed := ratio_rows(results):
+        lines += ["## Strategies and libraries", "", matrix_meaning(lines_of_matrix), ""]
+        lines += [*matrix_table(lines_of_matrix), ""]
+    rows = ratio_rows(results)
+    if timed := [row for row in rows if row["in_turns"]]:
         lines += ["## Timed in turns", "", RATIO_MEANING, "", *_ratio_tables(timed)]
+    if timed := [row for row in rows if not row["in_turns"]]:
+        lines += ["## Timed one after another", "", RATIO_MEANING_WITHOUT_TURNS, "", *_ratio_tables(timed)]
     for comparison in comparisons(results):
         lines += [f"## {comparison.title}", "", *(f"- {text}" for text in sentences(comparison)), ""]
         lines += [*_table(columns(comparison), comparison.rows), ""]
+        if any(_sends_more(row) for row in comparison.rows):
+            lines += [f"- {plain(TEXTBOOK_MEANING)}", ""]
         if empty := unpredicted(row.result for row in comparison.rows):
             lines += [*(f"- {plain(line)}" for line in empty), ""]
     notes = ["; ".join(reasons(result)) for result in results if result.status != "ok"]
@@ -91,38 +123,10 @@ def sentences(comparison: Comparison) -> list[str]:
             rivals,
             lambda row: row.metric("code.changed_lines"),
             _count,
-            "beside plain training in one process {} lines change",
+            "our use of a peer differs from plain training in one process by {} lines",
         ),
     ]
     return [text for text in said if text is not None]
-
-
-def provenance(results: Sequence[Result], *paths: Path) -> list[str]:
-    """Machine, versions, dates, commits and commands."""
-    environment: Mapping[str, Any] = next((r.environment for r in results if r.environment), {})
-    versions = {name: environment.get(name) for name in ("os", "python", "torch", "numpy")}
-    dates = sorted({time.strftime("%Y-%m-%d", time.gmtime(r.started)) for r in results if r.started})
-    commits = dict.fromkeys(
-        f"{commit}{' with local changes' if r.environment.get('dirty') else ''}"
-        for r in results
-        if (commit := (r.environment or {}).get("commit"))
-    )
-    delay = "communication.delay_seconds"
-    delays = sorted(result.metrics[delay] for result in results if delay in result.metrics)
-    suites = list(dict.fromkeys(result.suite for result in results if result.suite))
-    said = {
-        "versions": ", ".join(f"{name} {value}" for name, value in versions.items() if value),
-        "delay of an operation": _range([f"{figure(seconds, 1e3)} ms" for seconds in delays]),
-        "date": _range(dates),
-        "commit" if len(commits) < 2 else "commits": ", ".join(commits),
-        "commands": "; ".join(
-            [
-                *(code(f"meshmark run {suite}") for suite in suites),
-                code(f"meshmark compare {' '.join(_shown(path) for path in paths)}"),
-            ]
-        ),
-    }
-    return [*measured_on(results), *(f"{name}: {text or '-'}" for name, text in said.items())]
 
 
 def columns(comparison: Comparison) -> tuple[Column, ...]:
@@ -132,7 +136,7 @@ def columns(comparison: Comparison) -> tuple[Column, ...]:
         Column(header="implementation", cell=lambda row: row.name, numeric=False),
         Column(header=f"{unit}/s", cell=lambda row: figure(row.metric(f"throughput.{unit}_per_second"))),
         Column(header=f"step / {comparison.baseline}", cell=lambda row: figure(row.step_ratio)),
-        Column(header="step / best peer", cell=lambda row: figure(row.peer_ratio)),
+        Column(header="step / best peer", cell=_over_peer),
         Column(header="states MiB", cell=lambda row: figure(row.state_bytes, 1 / _MIB)),
         Column(header="states predicted", cell=lambda row: figure(row.predicted_state_bytes, 1 / _MIB)),
         Column(header="by category MiB", cell=_by_category, numeric=False),
@@ -140,6 +144,7 @@ def columns(comparison: Comparison) -> tuple[Column, ...]:
         Column(header="peak predicted", cell=_mib("memory.predicted_peak_bytes")),
         Column(header="sent MiB", cell=_mib("communication.bytes_per_step")),
         Column(header="sent predicted", cell=_mib("communication.predicted_bytes_per_step")),
+        Column(header="textbook MiB", cell=_mib("communication.textbook_bytes_per_step")),
         Column(header="collectives", cell=lambda row: _count(row.metric("communication.calls_per_step"))),
         Column(header="busy %", cell=lambda row: figure(row.metric("communication.busy_ratio"), 100)),
         Column(header="exposed %", cell=lambda row: figure(row.metric("communication.exposed_ratio"), 100)),
@@ -147,6 +152,18 @@ def columns(comparison: Comparison) -> tuple[Column, ...]:
         Column(header="lines changed", cell=lambda row: _count(row.metric("code.changed_lines"))),
         Column(header="parity", cell=_parity, numeric=False),
     )
+
+
+def _over_peer(row: Row) -> str:
+    unchecked = row.best_peer is not None and row.best_peer.parity_verdict == "not checked"
+    return figure(row.peer_ratio) + (", its parity not checked" if unchecked else "")
+
+
+def _sends_more(row: Row) -> bool:
+    """Than the textbook of a sharded optimizer by more than a stage's padding, or a norm, can be."""
+    sent, textbook = (row.metric(f"communication.{name}bytes_per_step") for name in ("", "textbook_"))
+    is_sharded = row.result.strategy.startswith("zero_")
+    return is_sharded and sent is not None and textbook is not None and sent > _SENDS_MORE * textbook
 
 
 def _by_category(row: Row) -> str:
@@ -165,16 +182,6 @@ def _parity(row: Row) -> str:
 
 def _mib(name: str) -> Callable[[Row], str]:
     return lambda row: figure(row.metric(name), 1 / _MIB)
-
-
-def _shown(path: Path) -> str:
-    """As it was typed; of a path from the root only the end, which means something elsewhere too."""
-    return path.name if path.is_absolute() else str(path)
-
-
-def _range(values: Sequence[str]) -> str:
-    """The first and the last."""
-    return " to ".join(dict.fromkeys((*values[:1], *values[-1:])))
 
 
 def _count(value: float | None) -> str:
@@ -230,19 +237,33 @@ def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _matrix_table(lines: Sequence[Line]) -> list[str]:
-    """One column for each library."""
+def matrix_meaning(lines: Sequence[Line]) -> str:
+    """What the table of the matrix says."""
+    has_transports = any("shared memory" in name for name in lines[0].cells)
+    has_letters = any(cell.setting for line in lines for cell in line.cells.values())
+    more = [*([LETTERS_MEANING] if has_letters else []), *([TRANSPORTS_MEANING] if has_transports else [])]
+    return " ".join([MATRIX_MEANING, *more])
+
+
+def matrix_table(lines: Sequence[Line]) -> list[str]:
+    """One column for each library, and below what the letters in the cells stand for."""
     names = list(lines[0].cells)
+    settings = dict.fromkeys(cell.setting for line in lines for cell in line.cells.values() if cell.setting)
+    letters = dict(zip(settings, ascii_lowercase, strict=False))
+
+    def shown(cell: Cell) -> str:
+        return f"{cell.text} {letters.get(cell.setting, code(cell.setting))}" if cell.setting else cell.text
 
     def cell_of(name: str) -> Callable[[Line], str]:
-        return lambda line: line.cells[name]
+        return lambda line: shown(line.cells[name])
 
-    shown = (
+    table = (
         Column(header="strategy", cell=lambda line: line.strategy, numeric=False),
         Column(header="work", cell=lambda line: line.work, numeric=False),
         *(Column(header=name, cell=cell_of(name)) for name in names),
     )
-    return _table(shown, lines, line=table_row)
+    notes = "; ".join(f"{letter}: {code(setting)}" for setting, letter in letters.items())
+    return [*_table(table, lines, line=table_row), *(["", notes] if notes else [])]
 
 
 def _ratio_tables(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -72,6 +72,7 @@ def factors(shares: Sequence[Share], layout: Layout, unit: str = "token") -> tup
             ("the data degree", layout.data),
             ("the number of micro-batches", num_micro_batches),
             ("the tensor degree", layout.tensor),
+            ("the pipeline degree", layout.pipeline),
         )
         if value > 1
         for factor in (

@@ -135,7 +135,8 @@ class Implementation(ABC):
     def predicted_memory(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> Mapping[MemoryCategory, int] | None:
-        """Bytes per rank by category from the closed form of the strategy (the largest rank's), or None."""
+        """Bytes per rank by category from the closed form of the strategy (each of the rank that holds most of it), or
+        None."""
         return None
 
     @classmethod

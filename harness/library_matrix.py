@@ -1,5 +1,6 @@
-"""The matrix of strategies and libraries: for each strategy of an interleaved run, how fast each library's best setting
-is beside the best peer, or why there is no figure."""
+"""The matrix of strategies and libraries: for each strategy of a run, how fast each library's best setting is beside
+the best peer, or why there is no figure. Settings over memory that ranks share stand apart from those over the process
+group: what they gain is the transport's, which others do not have."""
 
 from __future__ import annotations
 
@@ -7,33 +8,54 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from harness.case import Case
 from harness.markdown import code
 from harness.report import figure
 from harness.result import Result
 
+_SHARED_MEMORY = "shared_memory"
+_SAID_BY_THE_TABLE = ("stage", "transport")
+"""Options that the strategy and the column tell already."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """What one setting came to; `setting` is that one, where it is not what its implementation does by itself."""
+
+    text: str
+    setting: str = ""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One strategy on one work and layout; `cells` are texts, by library."""
+    """One strategy on one work and layout; `cells` by column."""
 
     strategy: str
     work: str
-    cells: dict[str, str]
+    cells: dict[str, Cell]
 
 
-def libraries(results: Sequence[Result]) -> list[str]:
-    """Whose implementations took part, in the order of the run: `native`, `torch` and so on."""
-    return list(dict.fromkeys(_library(r) for r in results if r.case.role in ("subject", "peer")))
+def columns(results: Sequence[Result]) -> list[str]:
+    """Whose implementations took part, in the order of the run: `native`, `torch` and so on; a library that has a
+    setting over shared memory twice."""
+    rivals = [result for result in results if result.case.role in ("subject", "peer")]
+    apart = {_library(result) for result in rivals if _transport(result) == _SHARED_MEMORY}
+    found: list[str] = []
+    for library in dict.fromkeys(map(_library, rivals)):
+        both = [_column(library, transport) for transport in ("process_group", _SHARED_MEMORY)]
+        found += both if library in apart else [library]
+    return found
 
 
 def matrix(results: Sequence[Result]) -> list[Line]:
-    """One line for each strategy that has a subject and a peer side by side. Of a library's settings the fastest that
+    """One line for each strategy that has a subject and a peer side by side. Of a column's settings the fastest that
     trains the reference's model by its recipe counts; where none does, the cell says so."""
     groups: dict[tuple[str, ...], list[Result]] = {}
     for result in results:
         if result.case.role in ("subject", "peer"):
             groups.setdefault(result.case.side_by_side, []).append(result)
-    lines = []
+    names = columns(results)
+    found: list[tuple[Case, str, dict[str, Cell]]] = []
     for members in groups.values():
         for strategy in dict.fromkeys(m.strategy for m in members if m.case.role == "subject" and m.strategy):
             rivals = [m for m in members if m.stands_beside(strategy) or _may_be(m, strategy)]
@@ -41,13 +63,32 @@ def matrix(results: Sequence[Result]) -> list[Line]:
             if not peers:
                 continue
             best = min((s for m in peers if (s := _seconds(m)) is not None), default=None)
-            cells = {
-                library: _cell([m for m in rivals if _library(m) == library], best) for library in libraries(results)
-            }
-            case = members[0].case
-            work = ", ".join((code(case.workload), str(case.layout), case.precision))
-            lines.append(Line(strategy=strategy, work=work, cells=cells))
+            cells = {name: _cell([m for m in rivals if _belongs(m, name, names)], best) for name in names}
+            found.append((members[0].case, strategy, cells))
+    works = [(strategy, _work(case)) for case, strategy, _ in found]
+    lines = []
+    for case, strategy, cells in found:
+        work = _work(case)
+        # Lines that differ in nothing else are told apart by the name of their comparison.
+        is_named = case.comparison and works.count((strategy, work)) > 1
+        lines.append(Line(strategy=strategy, work=f"{work}, {case.comparison}" if is_named else work, cells=cells))
     return lines
+
+
+def _work(case: Case) -> str:
+    """With the topology, where that is more than the ranks of this machine."""
+    topology = str(case.placed)
+    where = [] if topology == f"1x{case.world_size}" else [topology]
+    return ", ".join((code(case.workload), str(case.layout), *where, case.precision))
+
+
+def _belongs(result: Result, column: str, names: Sequence[str]) -> bool:
+    library = _library(result)
+    return column == (library if library in names else _column(library, _transport(result)))
+
+
+def _column(library: str, transport: str) -> str:
+    return f"{library}, {'shared memory' if transport == _SHARED_MEMORY else 'process group'}"
 
 
 def _may_be(result: Result, strategy: str) -> bool:
@@ -55,21 +96,32 @@ def _may_be(result: Result, strategy: str) -> bool:
     return not result.strategy and result.case.comparison in ("", strategy)
 
 
-def _cell(settings: Sequence[Result], best_peer_seconds: float | None) -> str:
+def _cell(settings: Sequence[Result], best_peer_seconds: float | None) -> Cell:
     timed = [(seconds, setting) for setting in settings if (seconds := _seconds(setting)) is not None]
     if timed:
         seconds, fastest = min(timed, key=lambda pair: pair[0])
         ratio = "" if best_peer_seconds is None else f" ({figure(seconds / best_peer_seconds)})"
         unchecked = ", parity not checked" if fastest.parity_verdict == "not checked" else ""
-        return f"{figure(seconds, 1e3)} ms{ratio}{unchecked}"
+        return Cell(text=f"{figure(seconds, 1e3)} ms{ratio}{unchecked}", setting=_setting(fastest.case))
     words = ("other work" if setting.status == "ok" and setting.other_work else setting.status for setting in settings)
-    return ", ".join(dict.fromkeys(words)) or "-"
+    return Cell(text=", ".join(dict.fromkeys(words)) or "-")
+
+
+def _setting(case: Case) -> str:
+    options = [f"{key}={value}" for key, value in case.options.items() if key not in _SAID_BY_THE_TABLE]
+    return " ".join([case.implementation, *options]) if options else ""
 
 
 def _seconds(result: Result) -> float | None:
     """None for one that trains another model than the reference, or does other work: its time is no measure."""
     seconds: Any = result.metrics.get("step.median_seconds")
     return float(seconds) if result.is_a_measure and seconds is not None else None
+
+
+def _transport(result: Result) -> str:
+    """The one that it ran over, where that is another than it was asked for."""
+    facts = result.environment.get("facts") or {}
+    return str(facts.get("transport", result.case.options.get("transport", "")))
 
 
 def _library(result: Result) -> str:

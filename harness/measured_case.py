@@ -32,6 +32,7 @@ from harness.measure.timing import model_flops_utilisation, time_metrics
 from harness.rank_records import assemble
 from harness.references import References
 from harness.result import Parity, Result, Status
+from harness.textbook import compared_strategy
 from harness.trajectory import Trajectory
 from harness.workload import Workload, in_precision
 
@@ -94,11 +95,11 @@ class MeasuredCase:
             self._tell_work(kind, workload)
 
     def _tell_work(self, kind: type[implementation.Implementation], workload: Workload) -> None:
-        """What its options change in the work, and what it took to write a peer."""
+        """What its options change in the work, and how far our use of a peer is from plain training."""
         if self.case.role != "floor":
             self.other_work = kind.other_work(workload, self.case.layout, self.case.options)
         if self.case.role == "peer" and (num_lines := num_changed_lines(kind)) is not None:
-            # Ours are libraries: their lines are not what a user would change.
+            # Ours are libraries themselves, not uses of one.
             self.metrics["code.changed_lines"] = num_lines
 
     def _unprepared(self, kind: type[implementation.Implementation]) -> str | None:
@@ -265,7 +266,13 @@ class MeasuredCase:
         workload = in_precision(models.load(self.case.workload), self.case.precision)
         device = torch.device(self.device)
         made = predictions(
-            workload, kind, self.case.layout, self.case.options, device, is_floor=self.case.role == "floor"
+            workload,
+            kind,
+            self.case.layout,
+            self.case.options,
+            device,
+            is_floor=self.case.role == "floor",
+            compared_as=compared_strategy(self.case.comparison, self.strategy, self.comparable_strategies),
         )
         self.metrics |= made.figures
         self.unpredicted = dict(made.missing)

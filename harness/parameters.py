@@ -3,7 +3,7 @@ ties, norms, memory formulas and expected bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -92,6 +92,15 @@ def replicated_state_bytes(
         "gradients": gradients,
         "optimizer_states": states,
     }
+
+
+def largest_of_each(of_ranks: Iterable[Mapping[MemoryCategory, int]]) -> dict[MemoryCategory, int]:
+    """Of each category the most that any rank holds: as what is measured is told, whoever holds most of it."""
+    largest: dict[MemoryCategory, int] = {}
+    for states in of_ranks:
+        for category, num_bytes in states.items():
+            largest[category] = max(num_bytes, largest.get(category, 0))
+    return largest
 
 
 def all_reduce_wire_bytes(num_bytes: int, num_ranks: int) -> int:

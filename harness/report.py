@@ -124,6 +124,7 @@ def columns(results: Sequence[Result]) -> tuple[Column, ...]:
         Column(header="peak MiB", cell=_metric("memory.peak_allocated_bytes.max_rank", 1 / _MIB)),
         Column(header="plan MiB", cell=_metric("memory.predicted_peak_bytes", 1 / _MIB), from_width=100),
         Column(header="sent MiB", cell=_metric("communication.bytes_per_step", 1 / _MIB)),
+        Column(header="textbook MiB", cell=_metric("communication.textbook_bytes_per_step", 1 / _MIB), from_width=160),
         Column(header="busy %", cell=_metric("communication.busy_ratio", 100), from_width=100),
         Column(header="exposed %", cell=_metric("communication.exposed_ratio", 100)),
         Column(header="blocked %", cell=_metric("communication.blocked_ratio", 100), from_width=140),
@@ -143,13 +144,18 @@ def _parity_of_row(row: Mapping[str, Any]) -> str:
     return f"{verdict}, other work" if row.get("other_work") else verdict
 
 
+def _best_peer(row: Mapping[str, Any]) -> str:
+    unchecked = ", parity not checked" if row.get("best_peer_parity") == "not checked" else ""
+    return f"{row.get('best_peer') or '-'}{unchecked}"
+
+
 RATIO_COLUMNS = (
     Column(header="implementation", cell=lambda row: str(row["implementation"]), numeric=False),
     Column(header="whose", cell=lambda row: _WHOSE.get(row.get("role"), "-"), numeric=False),
     Column(header="ranks", cell=lambda row: str(row["world_size"])),
     Column(header="step ms", cell=_ratio("median_seconds", 1e3)),
     Column(header="floor ms", cell=_ratio("floor_seconds", 1e3), from_width=120),
-    Column(header="best peer", cell=lambda row: str(row.get("best_peer") or "-"), numeric=False, from_width=100),
+    Column(header="best peer", cell=_best_peer, numeric=False, from_width=100),
     Column(header="time / peer", cell=_ratio("ratio")),
     Column(header="time / floor", cell=_ratio("floor_ratio")),
     Column(header="overhead / peer", cell=_ratio("overhead_ratio")),
@@ -157,12 +163,18 @@ RATIO_COLUMNS = (
     Column(header="rounds", cell=lambda row: str(row.get("rounds", "-")), from_width=120),
     Column(header="parity", cell=_parity_of_row, numeric=False),
 )
-RATIO_MEANING = (
-    "Medians of steps timed in rounds that took turns. time / peer: over the fastest setting of the best peer; below 1 "
-    "is faster. time / floor: over the same work without communication. overhead / peer: (own - floor) / (peer - "
-    "floor). spread: between the quartiles of the rounds' own time / peer. parity: against one process; not checked "
-    "where a case has no parity steps. other work: its options depart from the recipe; nobody's best peer."
+_RATIO_TERMS = (
+    "time / peer: over the fastest setting of the best peer; below 1 is faster. time / floor: over the same work "
+    "without communication. overhead / peer: (own - floor) / (peer - floor). {}parity: against one process; not "
+    "checked where a case has no parity steps. other work: its options depart from the recipe; nobody's best peer."
 )
+RATIO_MEANING = "Medians of steps timed in rounds that took turns. " + _RATIO_TERMS.format(
+    "spread: between the quartiles of the rounds' own time / peer. "
+)
+RATIO_MEANING_WITHOUT_TURNS = (
+    "Medians of steps timed one case after another: whatever the machine did otherwise meanwhile is in the ratios, and "
+    "nothing tells how much of them it is. "
+) + _RATIO_TERMS.format("")
 
 
 def by_workload(results: Sequence[Result]) -> dict[str, list[Result]]:

@@ -10,11 +10,10 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from harness import ratios, result, scratch
+from harness import ratios, result, scratch, suite_file
 from harness.case import Case, Suite
 from harness.engines import Engine, Local
 from harness.judging import judge
@@ -26,7 +25,6 @@ from harness.report import RATIOS_FILE
 from harness.result import Result
 from harness.room import Room
 
-SUITE_FILE = "suite.json"
 _LOCK_FILE = ".lock"
 _WORTH_RUNNING_AGAIN = frozenset(
     {"failed", "timed out", "out of memory", "topology mismatch", "bytes mismatch", "unavailable"}
@@ -50,17 +48,28 @@ def run(
     device: str = "cpu",
     engine: Engine | None = None,
     canary: Callable[[], Mapping[str, float]] | None = None,
+    command: str | None = None,
 ) -> list[Result]:
     """Runs every case of `suite` and appends each result to the directory's results file as soon as it is known; with
     `resume` only those that have none yet or could not be measured. All results of the directory, in suite order.
 
     `canary` measures the machine before the first case, where any case is to be timed; each result's environment then
-    holds its figures. A KeyboardInterrupt ends all ranks and is raised again; the results so far are kept.
-    DirectoryInUse if another run is writing to the directory; NotWritten if a result cannot be.
+    holds its figures. `command` is what was typed, kept beside the results. A KeyboardInterrupt ends all ranks and is
+    raised again; the results so far are kept. DirectoryInUse if another run is writing to the directory; NotWritten if
+    a result cannot be.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with _as_only_run(directory):
-        return _run(suite, directory, progress, resume=resume, device=device, engine=engine or Local(), canary=canary)
+        return _run(
+            suite,
+            directory,
+            progress,
+            resume=resume,
+            device=device,
+            engine=engine or Local(),
+            canary=canary,
+            command=command,
+        )
 
 
 def _run(
@@ -72,11 +81,12 @@ def _run(
     device: str,
     engine: Engine,
     canary: Callable[[], Mapping[str, float]] | None,
+    command: str | None,
 ) -> list[Result]:
     earlier = {r.case.id: r for r in result.read(directory)} if (directory / result.RESULTS_FILE).is_file() else {}
     if earlier and not resume:
         raise ValueError(f"{directory}: holds results already; expected an empty directory, or --resume")
-    suite_run = _suite_run(suite, directory, resume=resume)
+    suite_run = suite_file.begin(suite.name, directory, resume=resume, command=command)
     groups = [group for group in _groups(suite) if _has_to_run(group, earlier, engine)]
     due = [case for group in groups for case in group]
     progress.suite_started(suite, due)
@@ -232,19 +242,3 @@ def _counting_time(member: MeasuredCase) -> Iterator[None]:
         yield
     finally:
         member.seconds += time.monotonic() - before
-
-
-def _suite_run(suite: Suite, directory: Path, *, resume: bool) -> str:
-    """The name of this suite run: written down at its start, and found again by a resume. A file that does not hold one
-    is written anew."""
-    path = directory / SUITE_FILE
-    if resume and path.is_file():
-        try:
-            return str(json.loads(path.read_text(encoding="utf-8"))["suite_run"])
-        except (ValueError, KeyError, TypeError):
-            pass
-    name = f"{suite.name}-{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}"
-    written = path.with_suffix(".new")
-    written.write_text(json.dumps({"suite": suite.name, "suite_run": name}) + "\n", encoding="utf-8")
-    written.replace(path)  # whole or not at all
-    return name

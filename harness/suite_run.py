@@ -69,9 +69,10 @@ def execute(
     again: Sequence[str] | None,
     device: str = "cpu",
     engine: Engine | None = None,
+    command: Sequence[str] | None = None,
 ) -> int:
-    """Run `suite` into `directory`, show and record what came out; returns the command's exit code. `again` is the
-    command that goes on with it, should it be interrupted."""
+    """Run `suite` into `directory`, show and record what came out; returns the command's exit code. `command` is what
+    was asked for, whatever the directory, and `again` goes on with it, should it be interrupted."""
     from harness import canary, runner  # bring torch, which showing a report does not need
 
     console = console_here()
@@ -86,6 +87,7 @@ def execute(
                 device=device,
                 engine=engine,
                 canary=partial(canary.measure, device),
+                command=None if command is None else shlex.join(command),
             )
     except runner.DirectoryInUse as error:
         print(f"meshmark: {error}", file=sys.stderr)

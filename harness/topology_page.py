@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.comparison_page import provenance
 from harness.markdown import plain, table_row
 from harness.node_bytes import FORESEEN, SENT, TOLERANCE, apart
+from harness.provenance import provenance
 from harness.reasons import reasons
 from harness.report import figure, unit_of
 from harness.result import Result

@@ -24,6 +24,14 @@ def compare(
     out: Annotated[
         Path | None, typer.Option(metavar="PAGE.md", help="Where to write the page. Default: standard output.")
     ] = None,
+    readme: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="README.md",
+            help="A file in which to make the table of strategies and libraries anew, between `<!-- figures: SUITE; "
+            "from PAGE -->` and `<!-- end of figures -->`.",
+        ),
+    ] = None,
     suite: Annotated[
         str | None, typer.Option(metavar="S", help="The suite whose cases are timed on both revisions or versions.")
     ] = None,
@@ -50,6 +58,8 @@ def compare(
 
     [bold]meshmark compare results/tensor results/zero --out all.md[/]             one page of several runs
 
+    [bold]meshmark compare results/peers --out dashboards/peers.md --readme README.md[/]   README's table, too
+
     [bold]meshmark compare main my-branch --suite nightly[/]                       exit code 1 where my-branch is slower
 
     [bold]meshmark compare --peer deepspeed==0.19.7 --peer deepspeed==0.19.8 --suite peers[/]
@@ -71,10 +81,11 @@ def compare(
             raise ValueError(f"compare {' '.join(named)}: {given[0]} is for two revisions, got results")
         if not is_page and suite is None:
             raise ValueError("compare: expected --suite S, whose cases are timed on both, got none")
-        if not is_page and out is not None:
-            raise ValueError("compare: --out is for the page of results directories; see --results and --format")
+        if not is_page and (out or readme) is not None:
+            option = "--out" if out is not None else "--readme"
+            raise ValueError(f"compare: {option} is for the page of results directories; see --results and --format")
     if is_page:
-        _page([Path(name) for name in named], out)
+        _page([Path(name) for name in named], out, readme)
         return
     assert suite is not None
     raise typer.Exit(
@@ -82,13 +93,21 @@ def compare(
     )
 
 
-def _page(results: list[Path], out: Path | None) -> None:
-    from harness import comparison, comparison_page, topology_page
+def _page(results: list[Path], out: Path | None, readme: Path | None) -> None:
+    from harness import comparison, comparison_page, readme_figures, textbook, topology_page
 
     with bad_input():
         found = comparison.read_runs(results)
-        of_topologies = topology_page.spans_topologies(found)
-        page = (topology_page if of_topologies else comparison_page).page(found, *results)
+        if topology_page.spans_topologies(found):
+            page = topology_page.page(found, *results)
+        else:
+            page = comparison_page.page(textbook.filled_in(found), *results)
+        if readme is not None:
+            try:
+                text = readme_figures.with_figures(readme.read_text(encoding="utf-8"), found)
+            except ValueError as error:
+                raise ValueError(f"--readme {readme}: {error}") from error
+            readme.write_text(text, encoding="utf-8")
         if out is not None:
             out.write_text(page, encoding="utf-8")
     print(page if out is None else f"{out}: {len(found)} cases", end="" if out is None else "\n")

@@ -69,8 +69,9 @@ def run(
         validation.check_device(device)
         validation.check(chosen.cases)
         directory = suite_run.directory_for(chosen.name, results, resume=resume)
-    again = ["meshmark", "run", suite, *(["--only", only] if only else [])]
-    again += [*(["--device", device] if device != "cpu" else []), "--results", str(directory), "--resume"]
+    asked = ["meshmark", "run", suite, *(["--only", only] if only else [])]
+    asked += ["--device", device] if device != "cpu" else []
+    again = [*asked, "--results", str(directory), "--resume"]
     again += [] if ranks_per_node is None else ["--engine", engine, "--ranks-per-node", str(ranks_per_node)]
     raise typer.Exit(
         suite_run.execute(
@@ -82,6 +83,7 @@ def run(
             again=again,
             device=device,
             engine=starter,
+            command=asked,
         )
     )
 

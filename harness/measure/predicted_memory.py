@@ -85,7 +85,7 @@ def predicted(
     *,
     device: torch.device = _CPU,
 ) -> dict[str, float]:
-    """`memory.predicted_*_bytes` of the rank that needs most; what is not known is absent.
+    """`memory.predicted_*_bytes`, each of the rank that needs most of it; what is not known is absent.
 
     The states are the strategy's closed form. Where every rank runs the whole model the peak is the sum of the states
     and the most that a micro-batch needs beside them; of states that come late, as activations go, it counts what the

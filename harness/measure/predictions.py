@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from harness import textbook
 from harness.implementation import Implementation
 from harness.layout import Layout
 from harness.measure.predicted_memory import predicted_with_reason, registry
@@ -32,8 +33,10 @@ def predictions(
     device: torch.device,
     *,
     is_floor: bool = False,
+    compared_as: str = "",
 ) -> Predictions:
-    """Memory of the rank that needs most, bytes of the one that sends most. A floor, and a rank alone, send nothing."""
+    """Memory of the rank that needs most, bytes of the one that sends most, and those of the textbook of the strategy
+    `compared_as`, by itself its own. A floor, and a rank alone, send nothing."""
     parameters = registry(workload)
     figures, reason_of_run = predicted_with_reason(workload, implementation, layout, options, device=device)
     reasons = implementation.unpredicted(workload, parameters, layout, options)
@@ -48,4 +51,7 @@ def predictions(
             figures["communication.predicted_bytes_per_step"] = float(wire_bytes)
         elif layout.world_size > 1:
             missing["bytes"] = reasons.get("bytes", _NO_REASON)
+        strategy = compared_as or implementation.strategy_of(options)
+        if (by_the_book := textbook.bytes_per_step(strategy, workload, parameters, layout)) is not None:
+            figures[textbook.METRIC] = float(by_the_book)
     return Predictions(figures=figures, missing=missing)

@@ -86,7 +86,7 @@ class NativeHybrid(Implementation):
     def predicted_memory(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> Mapping[MemoryCategory, int] | None:
-        """Of the first slice, on the rank of the pipeline whose stages have most."""
+        """Of the first slice, each category on the rank of the pipeline whose stages have most of it."""
         ranks = _rank_costs(workload, layout, options)
         return hybrid_costs.memory_bytes(workload, layout, options, ranks) if ranks else None
 

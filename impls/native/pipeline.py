@@ -17,7 +17,7 @@ from harness.chain import chain_of, holders_of, why_not
 from harness.implementation import DryStep
 from harness.layout import Layout
 from harness.mesh import Mesh
-from harness.parameters import LogicalParameter, MemoryCategory, replicated_state_bytes
+from harness.parameters import LogicalParameter, MemoryCategory, largest_of_each, replicated_state_bytes
 from harness.pipeline_marks import PredictedPipeline
 from harness.placement import Seats
 from harness.stage_costs import Partition, stages_of
@@ -73,13 +73,14 @@ class NativePipeline(NativeDataParallel):
     def predicted_memory(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> Mapping[MemoryCategory, int] | None:
-        """Of the rank whose stages have most."""
+        """Of each category, of the rank whose stages have most of it."""
         costs = _costs(workload, layout, options)
         if costs is None:
             return None
         num_moments = workload.training.num_moments
-        of_ranks = [replicated_state_bytes(rank.parameters, workload.precision, num_moments) for rank in costs]
-        return max(of_ranks, key=lambda states: sum(states.values()))
+        return largest_of_each(
+            replicated_state_bytes(rank.parameters, workload.precision, num_moments) for rank in costs
+        )
 
     @classmethod
     def dry_steps(

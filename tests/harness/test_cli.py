@@ -234,6 +234,18 @@ def test_compare_prints_the_page_or_writes_it(capsys: pytest.CaptureFixture[str]
     assert "'nowhere/page.md'" in capsys.readouterr().err
 
 
+def test_compare_leaves_a_readme_alone_that_it_cannot_make_anew(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    results(tmp_path / "r", "ok")
+    Path("mine.md").write_text("no marks")
+    assert cli.main(["compare", "r", "--readme", "mine.md"]) == 2
+    assert "meshmark: --readme mine.md: expected " in capsys.readouterr().err
+    assert Path("mine.md").read_text() == "no marks"
+    assert cli.main(["compare", "main", "mine", "--suite", "smoke", "--readme", "mine.md"]) == 2
+    assert "--readme is for the page of results directories" in capsys.readouterr().err
+
+
 def test_an_upload_that_did_not_arrive_fails_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     directory = str(results(tmp_path / "r", "ok"))
     assert cli.main(["upload", directory, "--tracking-uri", "http://127.0.0.1:1"]) == 1

@@ -113,6 +113,19 @@ def test_what_is_no_run_is_refused_with_what_was_expected(name: str, message: st
         read_run(tmp_path / name)
 
 
+def test_a_case_is_held_against_the_peers_of_the_strategy_as_which_it_is_compared() -> None:
+    """A sharder that keeps gathered parameters stands beside stage 2 too: there the best of that stage is its best."""
+    ours = result("native.zero", strategy="zero_2", seconds=0.2)
+    gathered = result("torch.fsdp", role="peer", strategy="zero_3", comparable_strategies=("zero_3", "zero_2"))
+    best = result("fairscale.sharded_ddp", role="peer", strategy="zero_2", seconds=0.1)
+    (found,) = comparisons([ours, gathered, best])
+    assert [row.peer_ratio for row in found.rows] == [2.0, 2.0, 1.0]
+    # Beside stage 3 it is what it is.
+    third = result("native.zero", strategy="zero_3", seconds=0.4, options={"stage": 3})
+    (found,) = comparisons([third, gathered, best])
+    assert [row.peer_ratio for row in found.rows] == [2.0, 1.0, 1.0]
+
+
 def test_nothing_is_held_against_a_peer_that_trains_otherwise_or_does_other_work() -> None:
     subject = result(strategy="ddp", seconds=0.2)
     peer = result("torch.ddp", role="peer", strategy="ddp", seconds=0.4)

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from harness import suite_file
 from harness.case import Case
-from harness.comparison_page import LEGEND, page
+from harness.comparison_page import LEGEND, TEXTBOOK_MEANING, page
 from harness.layout import Layout
+from harness.markdown import plain
+from harness.report import RATIO_MEANING_WITHOUT_TURNS
 from harness.result import Parity, Result
 
 MIB = 2**20
@@ -71,6 +74,7 @@ DATA_PARALLEL = result(
         "memory.predicted_peak_bytes": 1036 * MIB,
         "communication.bytes_per_step": 64.7 * MIB,
         "communication.predicted_bytes_per_step": 64.5 * MIB,
+        "communication.textbook_bytes_per_step": 64 * MIB,
         "communication.calls_per_step": 3.0,
         "communication.exposed_ratio": 0.123,
         "communication.exposed_latencies_per_step": 1.04,
@@ -135,7 +139,7 @@ def test_every_figure_stands_in_its_column_beside_its_closed_form() -> None:
         "implementation": "native.ddp",
         "tokens/s": "853",
         "step / floor": "1.50",
-        "step / best peer": "0.6",
+        "step / best peer": "0.6, its parity not checked",
         "states MiB": "1,024",
         "states predicted": "1,023",
         "by category MiB": "parameters 256 (predicted 256), gradients 256 (predicted 256), optimizer states 512 "
@@ -144,6 +148,7 @@ def test_every_figure_stands_in_its_column_beside_its_closed_form() -> None:
         "peak predicted": "1,036",
         "sent MiB": "64.7",
         "sent predicted": "64.5",
+        "textbook MiB": "64.0",
         "collectives": "3",
         "busy %": "25.0",
         "exposed %": "12.3",
@@ -161,7 +166,7 @@ def test_what_was_not_measured_is_a_dash_and_what_parted_says_so() -> None:
     assert (peer["step / floor"], peer["lines changed"]) == ("2.50", "18")
     assert {name for name, cell in peer.items() if cell == "-"} == {
         "tokens/s", "states MiB", "states predicted", "by category MiB", "peak MiB", "peak predicted",
-        "sent predicted", "collectives", "busy %", "exposed %",
+        "sent predicted", "textbook MiB", "collectives", "busy %", "exposed %",
     }  # fmt: skip
     assert peer["parity"] == "not checked"
     assert rows(ALL)["native.floor (floor)"]["parity"] == "-"
@@ -179,7 +184,8 @@ def test_sentences_say_what_the_table_shows() -> None:
         "`torch.zero text=a|b`.",
         "A step waits for 1.0 latencies of the link, one after another, under `torch.zero text=a|b` and `native.ddp`; "
         "14.3 under `native.zero stage=2`.",
-        "Beside plain training in one process 13 lines change under `torch.ddp`; 18 under `torch.zero text=a|b`.",
+        "Our use of a peer differs from plain training in one process by 13 lines under `torch.ddp`; 18 under "
+        "`torch.zero text=a|b`.",
     ]
 
 
@@ -225,8 +231,26 @@ def test_the_page_says_where_its_figures_come_from_and_names_no_place_on_this_ma
         "delay of an operation: 20.0 ms to 75.0 ms",
         "date: 2030-01-01",
         "commit: abc123 with local changes",
-        f"commands: `meshmark run sharding`; `meshmark compare {shown}`",
+        "suite: `sharding`",
+        f"commands: `meshmark compare {shown}`",
     ]
+
+
+def test_commands_are_those_that_were_given_and_versions_all_that_there_were(tmp_path: Path) -> None:
+    for name, patterns in (("a", ("data=2", "zero_1")), ("b", ("pipeline",))):
+        for number, pattern in enumerate(patterns):
+            (tmp_path / name).mkdir(exist_ok=True)
+            command = f"meshmark run /somewhere/of/mine/peers.py --only {pattern}"
+            suite_file.begin("peers", tmp_path / name, resume=number > 0, command=command)
+    later = replace(DATA_PARALLEL, environment={**ENVIRONMENT, "torch": "2.14.0", "commit": "def456", "dirty": False})
+    text = page([*ALL, later], tmp_path / "a", tmp_path / "b" / "results.jsonl")
+    lines = dict(line.split(": ", 1) for line in bullets(text, "Where the figures come from")[2:])
+    assert lines["versions"] == "os Linux-6, python 3.11.7, torch 2.13.0 and 2.14.0"
+    assert lines["commits"] == "abc123 with local changes, def456"
+    assert lines["commands"] == (
+        "`meshmark run peers.py --only data=2`; `meshmark run peers.py --only zero_1`; "
+        "`meshmark run peers.py --only pipeline`; `meshmark compare a results.jsonl`"
+    )
 
 
 def test_what_the_results_do_not_know_of_their_making_is_a_dash() -> None:
@@ -237,6 +261,7 @@ def test_what_the_results_do_not_know_of_their_making_is_a_dash() -> None:
         "delay of an operation: 20.0 ms",
         "date: -",
         "commit: -",
+        "suite: -",
         "commands: `meshmark compare r`",
     ]
 
@@ -258,6 +283,47 @@ def test_what_took_turns_has_its_ratios_and_their_spread() -> None:
     (row,) = (line for line in lines if line.startswith("| native.ddp | ours | 2 | 300 |"))
     assert row == "| native.ddp | ours | 2 | 300 | - | torch.ddp | 0.75 | - | - | 0 | 4 | ok |"
     assert "## Timed in turns" not in page([FLOOR, DATA_PARALLEL], Path("r"))
+    # The same cases one after another: the peer began when ours was over.
+    apart = [replace(ours, duration_seconds=30.0), replace(peer, started=peer.started + 31.0)]
+    lines = page([FLOOR, *apart], Path("r")).splitlines()
+    assert "## Timed in turns" not in lines
+    assert RATIO_MEANING_WITHOUT_TURNS in lines[lines.index("## Timed one after another") :]
+    assert "| native.ddp | ours | 2 | 300 | - | torch.ddp | 0.75 | - | - | - | 4 | ok |" in lines
+
+
+def test_a_best_peer_whose_parity_nobody_checked_is_marked_wherever_it_is_a_measure() -> None:
+    ours, peer = (
+        result(
+            name,
+            role,
+            strategy="ddp",
+            parity=parity,
+            metrics={"step.median_seconds": seconds},
+            samples={"step_seconds": [[seconds]], "steps_per_round": 1},
+        )
+        for name, role, seconds, parity in (("native.ddp", "subject", 0.3, HELD), ("torch.ddp", "peer", 0.4, None))
+    )
+    assert rows([ours, peer])["native.ddp"]["step / best peer"] == "0.75, its parity not checked"
+    text = page([ours, peer], Path("r"))
+    assert "| native.ddp | ours | 2 | 300 | - | torch.ddp, parity not checked | 0.75 |" in text
+
+
+def test_what_sends_more_than_the_textbook_of_its_stage_says_why_at_the_table() -> None:
+    def with_bytes(sent: float) -> Result:
+        metrics = {"communication.bytes_per_step": sent, "communication.textbook_bytes_per_step": 64.0}
+        return result("torch.zero", "peer", strategy="zero_1", metrics=metrics)
+
+    assert f"- {plain(TEXTBOOK_MEANING)}" in page([with_bytes(96.0)], Path("r")).splitlines()
+    assert TEXTBOOK_MEANING not in page([with_bytes(65.0)], Path("r"))
+
+
+def test_the_settings_in_the_matrix_are_told_below_it() -> None:
+    seconds = {"step.median_seconds": 0.2}
+    ours = result("native.pipeline", strategy="pp", metrics=seconds, options={"schedule": "zero_bubble"})
+    peer = result("torch.pipeline", "peer", strategy="pp", metrics=seconds, parity=HELD)
+    lines = page([replace(ours, parity=HELD), peer], Path("r")).splitlines()
+    row = lines.index("| pp | `gpt:size=17m`, data=2, fp32 | 200 ms (1.00) a | 200 ms (1.00) |")
+    assert lines[row + 2] == "a: `native.pipeline schedule=zero_bubble`"
 
 
 def test_an_empty_cell_of_a_prediction_says_why_under_its_table() -> None:

@@ -61,13 +61,14 @@ def test_what_equals_another_is_not_offered() -> None:
         (37 / 24, ["divided by the number of samples (24)"]),
         (1 / 37, ["divided twice by the global token count (37)"]),
         (5, ["multiplied by the tensor degree (5)"]),
+        (1 / 7, ["divided once more by the pipeline degree (7)"]),
         (1.7, []),
     ],
 )
 def test_factors_are_named_by_the_numbers_they_are_made_of(value: float, named: list[str]) -> None:
     counts = [7, 6, 6, 6, 6, 6]
     shares = [share(index // 3, index % 3, count) for index, count in enumerate(counts)]
-    assert name_factor(value, *factors(shares, Layout(data=2, tensor=5)), 1e-9) == named
+    assert name_factor(value, *factors(shares, Layout(data=2, tensor=5, pipeline=7)), 1e-9) == named
 
 
 def test_factors_that_coincide_are_all_named() -> None:

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -55,6 +56,7 @@ def test_ratios_by_hand() -> None:
         "implementation": "native",
         "role": "subject",
         "best_peer": "torch",
+        "best_peer_parity": "ok",
         "median_seconds": 3.0,
         "best_peer_seconds": 4.0,
         "floor_seconds": 2.0,
@@ -63,6 +65,7 @@ def test_ratios_by_hand() -> None:
         "overhead_ratio": 0.5,
         "parity": "ok",
         "other_work": None,
+        "in_turns": True,
         "rounds": 4,
         # Rounds 0.75, 0.75, 0.75, 1.5: quartiles 0.75 and 0.75 + 0.75 * 0.75 (Hyndman and Fan's sixth).
         "spread": pytest.approx(0.5625),
@@ -145,3 +148,16 @@ def test_a_peer_that_does_other_work_is_shown_and_is_nobodys_best_whatever_its_p
 def test_parity_that_nobody_checked_is_not_called_ok() -> None:
     rows = rows_of(OURS, timed("torch", "peer", [[4.0]] * 4, parity=None))
     assert {name: row["parity"] for name, row in rows.items()} == {"native": "ok", "torch": "not checked"}
+    assert rows["native"]["best_peer_parity"] == "not checked"
+
+
+@pytest.mark.parametrize(("starts", "in_turns"), [((100.0, 100.1, 100.2), True), ((100.0, 130.5, 162.0), False)])
+def test_rounds_have_a_spread_only_where_they_took_turns(starts: tuple[float, ...], in_turns: bool) -> None:
+    """A case that took 30 seconds: in an interleaved suite the others began before it was over."""
+    cases = [
+        replace(one, started=started, duration_seconds=30.0)
+        for one, started in zip((OURS, FAST, FLOOR), starts, strict=True)
+    ]
+    row = rows_of(*cases)["native"]
+    assert (row["in_turns"], row["ratio"], row["rounds"]) == (in_turns, 0.75, 4)
+    assert (row["spread"] is None) == (not in_turns)

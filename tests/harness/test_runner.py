@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from harness import room, runner
+from harness import room, runner, suite_file
 from harness.case import Case, Measurement, Suite
 from harness.launch.failure import LaunchFailed
 from harness.layout import Layout
@@ -196,6 +196,21 @@ def test_a_resume_writes_a_torn_suite_file_anew(torn: str, unavailable: Suite, t
     (result,) = runner.run(unavailable, tmp_path, progress=SilentProgress(), resume=True)
     assert json.loads((tmp_path / "suite.json").read_text()) == {"suite": "s", "suite_run": result.suite_run}
     assert result.suite_run.startswith("s-")
+
+
+def test_what_was_typed_is_kept_beside_the_results(unavailable: Suite, tmp_path: Path) -> None:
+    for pattern in ("one", "two", "two"):
+        runner.run(
+            unavailable, tmp_path, progress=SilentProgress(), resume=True, command=f"meshmark run s --only {pattern}"
+        )
+    assert suite_file.commands(tmp_path) == ["meshmark run s --only one", "meshmark run s --only two"]
+
+
+def test_commands_that_are_not_all_known_are_not_told(unavailable: Suite, tmp_path: Path) -> None:
+    assert suite_file.commands(tmp_path) == []
+    runner.run(unavailable, tmp_path, progress=SilentProgress())
+    runner.run(unavailable, tmp_path, progress=SilentProgress(), resume=True, command="meshmark run s --only two")
+    assert suite_file.commands(tmp_path) == []
 
 
 def test_a_directory_takes_one_run_at_a_time(unavailable: Suite, tmp_path: Path) -> None:

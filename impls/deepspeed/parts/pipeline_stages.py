@@ -17,6 +17,7 @@ from harness.parameters import (
     LogicalParameter,
     MemoryCategory,
     all_reduce_wire_bytes,
+    largest_of_each,
     logical_parameters,
     replicated_state_bytes,
 )
@@ -146,11 +147,10 @@ def pipeline_module(built: Chain, planned: StagePlan, rank: int, loss: Callable[
 def memory_bytes(
     planned: StagePlan, workload: Workload, parameters: Sequence[LogicalParameter], *, zero: bool
 ) -> dict[MemoryCategory, int]:
-    """Of the rank that needs most: its parameters with their states, a place for what it receives and the
+    """Each of the rank that needs most of it: parameters with their states, a place for what a rank receives and the
     bucket of its gradients, which without ZeRO is a flat copy of them."""
-    return max(
-        (memory_bytes_of_rank(planned, workload, parameters, rank, zero=zero) for rank in range(len(planned.stages))),
-        key=lambda num_bytes: sum(num_bytes.values()),
+    return largest_of_each(
+        memory_bytes_of_rank(planned, workload, parameters, rank, zero=zero) for rank in range(len(planned.stages))
     )
 
 

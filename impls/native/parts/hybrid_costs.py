@@ -7,7 +7,13 @@ from typing import Any
 
 from harness import traffic
 from harness.layout import Layout
-from harness.parameters import MemoryCategory, all_reduce_wire_bytes, broadcast_wire_bytes, replicated_state_bytes
+from harness.parameters import (
+    MemoryCategory,
+    all_reduce_wire_bytes,
+    broadcast_wire_bytes,
+    largest_of_each,
+    replicated_state_bytes,
+)
 from harness.placement import Seats
 from harness.traffic import Traffic
 from harness.workload import Workload
@@ -23,9 +29,8 @@ from impls.native.parts.zero_plan import ZeroPlan, plan_zero
 def memory_bytes(
     workload: Workload, layout: Layout, options: Mapping[str, Any], ranks: Sequence[RankCosts]
 ) -> dict[MemoryCategory, int]:
-    """States by category, of that of `ranks` which holds most."""
-    of_ranks = [rank_memory_bytes(workload, layout, options, rank) for rank in ranks]
-    return max(of_ranks, key=lambda states: sum(states.values()))
+    """States by category, each of that of `ranks` which holds most of it."""
+    return largest_of_each(rank_memory_bytes(workload, layout, options, rank) for rank in ranks)
 
 
 def rank_memory_bytes(

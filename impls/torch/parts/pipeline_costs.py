@@ -8,7 +8,13 @@ import torch
 
 from harness import traffic
 from harness.layout import Layout
-from harness.parameters import LogicalParameter, MemoryCategory, all_reduce_wire_bytes, replicated_state_bytes
+from harness.parameters import (
+    LogicalParameter,
+    MemoryCategory,
+    all_reduce_wire_bytes,
+    largest_of_each,
+    replicated_state_bytes,
+)
 from harness.traffic import Traffic
 from harness.workload import Workload
 from impls.torch.parts.pipeline_plan import PipelinePlan
@@ -17,10 +23,10 @@ from impls.torch.parts.pipeline_plan import PipelinePlan
 def memory_bytes(
     plan: PipelinePlan, workload: Workload, parameters: Sequence[LogicalParameter]
 ) -> dict[MemoryCategory, int]:
-    """Of the rank that needs most: its parameters with their states, and a place for whatever it receives with each
-    micro-batch of a step, kept from step to step. What a stage hands on to another of the same rank takes the place of
+    """Each of the rank that needs most of it: parameters with their states, and a place for whatever a rank receives
+    with each micro-batch of a step, kept from step to step. What a stage hands on to another of the same rank takes the place of
     the last step's, which is there for a moment more."""
-    return max((_memory_bytes(plan, workload, parameters, rank) for rank in range(plan.num_ranks)), key=_total)
+    return largest_of_each(_memory_bytes(plan, workload, parameters, rank) for rank in range(plan.num_ranks))
 
 
 def wire_bytes(
@@ -92,7 +98,3 @@ def _wire_bytes(
     if workload.training.checks_norm:
         sent += (plan.num_ranks - 1) * torch.float64.itemsize
     return sent
-
-
-def _total(num_bytes: dict[MemoryCategory, int]) -> int:
-    return sum(num_bytes.values())

@@ -115,11 +115,12 @@ def test_bytes_sent_and_held_are_the_closed_form(
     )
     states = DeepSpeedPipeline.predicted_memory(work, registry(work), case.layout, options)
     assert states is not None
-    foreseen = next(r for r in reports if r.largest_bytes["parameters"] == states["parameters"])
+    held = {name: max(report.largest_bytes[name] for report in reports) for name in states}
+    assert held["parameters"] == states["parameters"]
     borders = sum(shape.num_bytes for border in plan(work, world_size, "flops").outputs for shape in border)
-    assert 0 <= foreseen.largest_bytes["gradients"] - states["gradients"] <= borders  # activations have some, too
-    assert foreseen.largest_bytes["communication_buffers"] == states["communication_buffers"]
-    assert foreseen.peak_allocated_bytes < 4 * sum(states.values())  # no bucket of 2 GB
+    assert 0 <= held["gradients"] - states["gradients"] <= borders  # activations have some, too
+    assert held["communication_buffers"] == states["communication_buffers"]
+    assert max(report.peak_allocated_bytes for report in reports) < 4 * sum(states.values())  # no bucket of 2 GB
 
 
 def test_forwards_and_backwards_alternate_once_the_pipeline_is_full() -> None:

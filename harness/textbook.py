@@ -1,0 +1,97 @@
+"""The textbook: what a strategy has one rank send in a step, whoever implements it.
+
+    G gradients, P parameters, in bytes as they are exchanged; N ranks; m micro-batches
+
+    data_parallel   2(N-1)/N G           summed once a step
+    zero_1          (N-1)/N (G + P)      reduced and scattered once, gathered after the update
+    zero_2          (N-1)/N (mG + P)     reduced and scattered after every micro-batch
+    zero_3          (N-1)/N m(G + 2P)    gathered for forward and again for backward
+
+With one micro-batch and gradients as wide as parameters 2, 2, 2 and 3 (N-1)/N G (Rajbhandari et al. 2020, "ZeRO").
+Where shards have replicas N are the shards, and each rank's are summed over the R replicas, 2(R-1)/R of them.
+
+Tensor parallelism sends what its layers sum (Shoeybi et al. 2019, "Megatron-LM"), a pipeline one activation and its
+gradient over each border and for each micro-batch (Narayanan et al. 2021): the closed forms of our own, which do just
+that over the process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from harness import implementation, models
+from harness.layout import Layout
+from harness.measure.predicted_memory import registry
+from harness.parameters import LogicalParameter, all_reduce_wire_bytes, replicated_state_bytes
+from harness.result import Result
+from harness.workload import Workload, in_precision
+
+METRIC = "communication.textbook_bytes_per_step"
+_ALONG_DATA = ("data_parallel", "zero_1", "zero_2", "zero_3")
+_AS_OURS: Mapping[str, str] = {"tensor_parallel": "native.tensor", "pipeline_parallel": "native.pipeline"}
+
+
+def bytes_per_step(
+    strategy: str, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout
+) -> int | None:
+    """Of the rank that sends most. None for a strategy without a textbook, for a product of degrees, for a rank alone,
+    and where what layers exchange is not known without running them."""
+    axis = {"tensor_parallel": layout.tensor, "pipeline_parallel": layout.pipeline}.get(strategy, layout.data)
+    if axis != layout.world_size or axis == 1:
+        return None
+    if strategy in _AS_OURS:
+        kind = implementation.load(_AS_OURS[strategy])
+        if kind.unsupported(workload, layout, torch.device("cpu"), {}):
+            return None
+        return kind.predicted_wire_bytes(workload, parameters, layout, {})
+    if strategy not in _ALONG_DATA:
+        return None
+    gradients = replicated_state_bytes(parameters, workload.precision, workload.training.num_moments)["gradients"]
+    if strategy == "data_parallel":
+        return all_reduce_wire_bytes(gradients, layout.data)
+    trained = sum(parameter.num_bytes for parameter in parameters if parameter.trainable)
+    num_micro_batches, shards = workload.training.num_micro_batches, layout.shard_degree
+    exchanged = {
+        "zero_1": gradients + trained,
+        "zero_2": num_micro_batches * gradients + trained,
+        "zero_3": num_micro_batches * (gradients + 2 * sum(parameter.num_bytes for parameter in parameters)),
+    }[strategy]
+    return -(-(shards - 1) * exchanged // shards) + all_reduce_wire_bytes(
+        -(-gradients // shards), layout.data // shards
+    )
+
+
+def compared_strategy(comparison: str, strategy: str, comparable_strategies: Sequence[str]) -> str:
+    """As which a case is compared: the one its comparison is named after, if it rivals that; else its own."""
+    return comparison if comparison in comparable_strategies else strategy
+
+
+def filled_in(results: Sequence[Result]) -> list[Result]:
+    """The results with this figure where they were written down without it. Left out where the workload is no longer
+    what can be loaded."""
+    known: dict[tuple[str, str, Layout, str], int | None] = {}
+    filled = []
+    for result in results:
+        case = result.case
+        strategy = compared_strategy(case.comparison, result.strategy, result.comparable_strategies)
+        if not result.metrics or METRIC in result.metrics or case.role == "floor":
+            filled.append(result)
+            continue
+        key = (case.workload, case.precision, case.layout, strategy)
+        if key not in known:
+            known[key] = _loaded_bytes(*key)
+        num_bytes = known[key]
+        more = {} if num_bytes is None else {METRIC: float(num_bytes)}
+        filled.append(replace(result, metrics={**result.metrics, **more}))
+    return filled
+
+
+def _loaded_bytes(text: str, precision: str, layout: Layout, strategy: str) -> int | None:
+    try:
+        workload = in_precision(models.load(text), precision)
+        return bytes_per_step(strategy, workload, registry(workload), layout)
+    except Exception:  # a user's file may be gone by now, or do anything else
+        return None
