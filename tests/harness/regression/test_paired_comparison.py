@@ -37,8 +37,8 @@ def test_ten_pairs_all_slower_are_significant_to_the_last_sign() -> None:
     # Both tests see a complete separation: 2 / 2^10 by signs, 2 / C(20, 10) by ranks; the better one, twice.
     assert found.p_value == pytest.approx(2 * 2 / math.comb(20, 10), rel=1e-9)
     assert found.shift == pytest.approx(0.1045, abs=0.0005)
-    # Of 2^10 sign patterns one has rank sum 0, one 1, one 2: two of them are at most 0.0025 of all, three are more. So a
-    # shift with one average below it is rejected, one with two is not: the interval begins at the second of them.
+    # Of 2^10 sign patterns one has rank sum 0, one 1, one 2: two of them are at most 0.0025 of all, three are more.
+    # So a shift with one average below it is rejected, one with two is not: the interval begins at the second of them.
     averages = walsh_averages(np.log(b) - np.log(a))
     assert found.interval == pytest.approx((math.expm1(averages[1]), math.expm1(averages[-2])))
 
