@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.evaluation import evaluating, sum_losses
-from harness.implementation import DryStep, EvaluationOutput, Implementation, StepOutput, phase
+from harness.implementation import DryStep, EvaluationOutput, Implementation, Prediction, StepOutput, phase
 from harness.layout import Layout
 from harness.mesh import Mesh
 from harness.optimizer import decay_groups, global_norm, norm_over_ranks, torch_optimizer
@@ -59,19 +59,29 @@ class DeepSpeedTensorParallel(Implementation):
     def predicted_memory(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> Mapping[MemoryCategory, int] | None:
-        return tensor_costs.memory_bytes(workload, parameters, layout, head=options.get("head", "cut"))
+        return tensor_costs.memory_bytes(workload, parameters, layout, head=_head(layout, options))
 
     @classmethod
     def predicted_wire_bytes(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> int | None:
-        return tensor_costs.wire_bytes(workload, layout, head=options.get("head", "cut"))
+        if workload.training.activation_checkpointing:
+            return None
+        return tensor_costs.wire_bytes(workload, layout, head=_head(layout, options))
+
+    @classmethod
+    def unpredicted(
+        cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
+    ) -> Mapping[Prediction, str]:
+        if not workload.training.activation_checkpointing:
+            return {}
+        return {"bytes": "backward computes blocks again as far as torch finds it necessary, sums included"}
 
     @classmethod
     def dry_steps(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> Sequence[Callable[[nn.Module], DryStep]]:
-        head = options.get("head", "cut")
+        head = _head(layout, options)
         states = tensor_costs.memory_bytes(workload, parameters, layout, head=head)
         held_bytes = states["parameters"] + states["optimizer_states"]
         return [partial(tensor_dry_run.dry_step, workload, layout.tensor, held_bytes=held_bytes, head=head)]
@@ -83,17 +93,17 @@ class DeepSpeedTensorParallel(Implementation):
         self.device = device
         self.group = mesh.group("tensor")
         self.num_updates = 0
-        self.module: Any = workload.build_model().to(device)
+        self.module = workload.build_model().to(device)
         registry = [p for p in logical_parameters(self.module, workload.decays) if p.trainable]
         named = dict(self.module.named_parameters())
         self.trained = {parameter.name: named[parameter.name] for parameter in registry}
         groups = decay_groups(registry, list(self.trained.values()), workload.training.weight_decay)
         self.optimizer = torch_optimizer(workload.training, groups)
-        self._cut = slices_of(self.module, workload, head=head)
+        self._cut = slices_of(self.module, workload, head=_head(layout, {"head": head}))
         config = engine_config(workload, {"stage": 0})
         config["tensor_parallel"] = {"autotp_size": layout.tensor, **self._cut.configuration}
         if self._cut.cut_head is not None:
-            self.module.loss_function = workload.loss  # DeepSpeed puts its own in the place of one that it finds here
+            vars(self.module)["loss_function"] = workload.loss  # in its place DeepSpeed puts its own
         with library.Session(device, mesh.rank, layout.world_size) as self.session:
             self.engine = self.session.engine(self.module, self.optimizer, config)
         if self._cut.cut_head is not None:
@@ -135,7 +145,8 @@ class DeepSpeedTensorParallel(Implementation):
     def _loss_of_parts(self) -> Callable[[Tensor, Tensor], Tensor]:
         """The engine's loss of logits of which each rank has a part, the same on every rank. Collective: with its first
         target the ranks tell each other which parts they have, once."""
-        loss, own = self.module.loss_function, self.module.get_parameter(f"{self._cut.cut_head}.weight").detach()
+        loss: Any = self.module.loss_function
+        own = self.module.get_parameter(f"{self._cut.cut_head}.weight").detach()
 
         def loss_sum(outputs: Tensor, targets: Tensor) -> Tensor:
             summed: Tensor = loss(outputs.flatten(0, -2), shift_labels=targets.flatten(), num_items_in_batch=1)
@@ -199,3 +210,9 @@ class DeepSpeedTensorParallel(Implementation):
 
     def close(self) -> None:
         self.session.close()
+
+
+def _head(layout: Layout, options: Mapping[str, Any]) -> Head:
+    """AutoTP leaves a single rank's model alone."""
+    head: Head = options.get("head", "cut") if layout.tensor > 1 else "whole"
+    return head

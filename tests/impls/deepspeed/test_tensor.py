@@ -98,6 +98,13 @@ def test_logits_that_stay_cut_cost_three_numbers_a_target() -> None:
     assert tensor_costs.wire_bytes(tied, layout, head="cut") - cut == summed
 
 
+def test_where_backward_computes_again_no_bytes_are_foreseen() -> None:
+    """Sums included: how many of them torch decides."""
+    work, layout = models.load("awkward:kind=checkpointed"), Layout(tensor=2)
+    assert DeepSpeedTensorParallel.predicted_wire_bytes(work, registry(work), layout, {}) is None
+    assert "computes blocks again" in DeepSpeedTensorParallel.unpredicted(work, registry(work), layout, {})["bytes"]
+
+
 @pytest.mark.parametrize(
     ("kind", "layout", "precision", "words"),
     [
@@ -119,18 +126,22 @@ def test_what_it_cannot_train_is_told_before_anything_starts(
 @pytest.mark.baselines
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    ("workload", "precision", "options"),
+    ("world_size", "workload", "precision", "options"),
     [
-        ("llama:size=tiny,global_batch_size=4", "fp32", {}),
-        ("llama:size=tiny,global_batch_size=4", "fp32", {"head": "gathered"}),
-        ("awkward:kind=unequal_tokens", "bf16", {}),
-        ("awkward:kind=tied", "fp32", {}),
+        (2, "llama:size=tiny,global_batch_size=4", "fp32", {}),
+        (2, "llama:size=tiny,global_batch_size=4", "fp32", {"head": "gathered"}),
+        (2, "awkward:kind=unequal_tokens", "bf16", {}),
+        (2, "awkward:kind=tied", "fp32", {}),
+        (1, "awkward:kind=sgd", "fp32", {}),
     ],
     ids=str,
 )
-def test_trains_what_one_process_trains(worlds: Worlds, workload: str, precision: str, options: dict[str, Any]) -> None:
+def test_trains_what_one_process_trains(
+    worlds: Worlds, world_size: int, workload: str, precision: str, options: dict[str, Any]
+) -> None:
     skip_unless_available(NAME)
-    case = parity_case(workload, NAME, 2, layout=Layout(tensor=2), options=options, precision=precision)
+    layout = Layout(tensor=world_size)
+    case = parity_case(workload, NAME, world_size, layout=layout, options=options, precision=precision)
     parity = worlds.parity(case)
     assert parity.ok, parity.explanation
     assert parity.replicas_bit_equal
