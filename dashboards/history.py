@@ -12,8 +12,7 @@ from typing import Any
 from dashboards.blocks import Block, cell, column, figure, missing, more, plotly_text, row, table, text
 from dashboards.data import Run, Study
 from harness.regression.change_points import segments
-from harness.regression.check import environment_changes
-from harness.regression.history import CANARY_SECONDS, CaseRun, nights_of
+from harness.regression.history import CANARY_SECONDS, CaseRun, environment_changes, nights_of
 from harness.regression.time_history import MIN_NIGHTS, last_night
 
 TITLE = "History"

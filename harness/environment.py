@@ -89,22 +89,23 @@ def environment_fingerprint(software: Mapping[str, Any]) -> str:
 
 
 def checkout(root: Path) -> tuple[str, bool] | None:
-    """The commit checked out at `root` and whether anything there differs from it; None if `root` is no checkout."""
+    """The commit checked out at `root` and whether the code there differs from it: a file that git follows, or Python
+    that it does not (a log or a page that lies about changes nothing). None if `root` is no checkout."""
     # An installed copy may lie inside somebody else's checkout, which says nothing about it.
     if not (root / ".git").exists():
         return None
     answer = subprocess.run(
-        ["git", "--no-optional-locks", "-C", str(root), "status", "--porcelain=v2", "--branch"],
+        [*("git", "--no-optional-locks", "-C", str(root)), *("status", "--porcelain=v2", "--branch", "-z", "-uall")],
         capture_output=True,
         text=True,
         timeout=5,
         check=True,
     )
-    lines = answer.stdout.splitlines()
+    lines = answer.stdout.split("\0")
     commit = next(line.split()[-1] for line in lines if line.startswith("# branch.oid "))
     if commit == "(initial)":
         return None
-    return commit, any(not line.startswith("#") for line in lines)
+    return commit, any(line.endswith(".py") if line.startswith("? ") else line[:1] not in ("", "#") for line in lines)
 
 
 def _or_none(probe: Callable[..., T], *arguments: Any) -> T | None:

@@ -28,7 +28,18 @@ JudgedResultsOption = Annotated[
     Path | None,
     typer.Option("--results", metavar="DIR", help="Take the run from here. Default: from MLflow.", show_default=False),
 ]
-AcceptedOption = Annotated[Path, typer.Option(metavar="DIR", help="Where the accepted values lie.")]
+AcceptedOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Where the accepted values lie. Default: accepted/ here, else at the root of the checkout.",
+        show_default=False,
+    ),
+]
+JudgedSuiteOption = Annotated[
+    str | None,
+    typer.Option("--suite", metavar="NAME", help="The latest run of this suite. Default: of any.", show_default=False),
+]
 DirectoryArgument = Annotated[Path, typer.Argument(metavar="DIR", help="A results directory.", show_default=False)]
 
 

@@ -3,30 +3,44 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from harness.commands.arguments import AcceptedOption, JudgedResultsOption, SuiteRunOption, bad_input, warning_line
+from harness.commands.arguments import (
+    AcceptedOption,
+    JudgedResultsOption,
+    JudgedSuiteOption,
+    SuiteRunOption,
+    bad_input,
+    one_line,
+    warning_line,
+)
+
+if TYPE_CHECKING:
+    from harness.paired.paired_report import PairedRun
+    from harness.regression.check import Check
 
 
 def check(
     *,
+    suite: JudgedSuiteOption = None,
     suite_run: SuiteRunOption = None,
     results: JudgedResultsOption = None,
     format: Annotated[
         Literal["table", "markdown", "json"], typer.Option("--format", help="How to print the verdicts.")
     ] = "table",
-    accepted: AcceptedOption = Path("accepted"),
+    accepted: AcceptedOption = None,
     no_upload: Annotated[bool, typer.Option("--no-upload", help="Leave the verdicts out of MLflow.")] = False,
     confirm: Annotated[
         bool | None,
         typer.Option(
             "--confirm/--no-confirm",
             help="Time what is regressed or suspect in turns, on the last commit before and on tonight's, and let that "
-            "decide; some minutes a case. By default where both are in the repository here and this is the history's "
-            "machine; --confirm: on another one, too.",
+            "decide; some minutes a case. By default the five that are slower by most, where both commits are in the "
+            "repository here and this is the history's machine; --confirm: all of them, on another machine, too.",
             show_default=False,
         ),
     ] = None,
@@ -38,6 +52,8 @@ def check(
     """Judge the latest suite run by its machine's history and the accepted values; exit code 1 when it is red.
 
     [bold]meshmark check[/]                                           the latest suite run in MLflow
+
+    [bold]meshmark check --suite nightly[/]                           the latest one of that suite
 
     [bold]meshmark check --results results/smoke-20300101-120000[/]   that run, whether it was uploaded or not
 
@@ -55,19 +71,10 @@ def check(
         print("\n".join(check_report.self_test_lines(tested)))
         raise typer.Exit(1 if tested.failures else 0)
     with bad_input():
-        judged = gate.judged(suite_run=suite_run, results=results, accepted_directory=accepted)
+        judged = gate.judged(suite=suite, suite_run=suite_run, results=results, accepted_directory=accepted)
+    interrupt: KeyboardInterrupt | None = None
     if confirm is not False:
-        from harness.paired import paired_run
-        from harness.regression import confirmation
-
-        with bad_input(), paired_run.telling() as tell:
-            judged = confirmation.confirm(
-                judged,
-                gate.cases_at_hand(judged, results),
-                Path.cwd(),
-                machine_of=None if confirm else confirmation.this_machine(),
-                tell=tell,
-            )
+        judged, interrupt = _confirmed(judged, results, on_request=confirm is True, upload=not no_upload)
     if format == "json":
         print(json.dumps(check_report.to_json(judged), indent=1, allow_nan=False))
     elif format == "markdown":
@@ -77,32 +84,63 @@ def check(
     if not no_upload:
         with warning_line():
             gate.record_verdicts(judged)
-    raise typer.Exit(1 if judged.is_red else 0)
+    raise typer.Exit(runs.exit_code_of(interrupt) if interrupt else 1 if judged.is_red else 0)
+
+
+def _confirmed(
+    judged: Check, results: Path | None, *, on_request: bool, upload: bool
+) -> tuple[Check, KeyboardInterrupt | None]:
+    """The check with what two commits in turns say. Whatever ends that early, the verdicts of the history stay."""
+    import subprocess
+
+    from harness import suite_run as runs
+    from harness.paired import paired_report, paired_run
+    from harness.regression import confirmation, gate
+
+    def keep(compared: PairedRun) -> Path:
+        directory = paired_run.directory_named(f"{compared.suite}-{compared.a.commit[:8]}")
+        kept = paired_report.write(compared, directory)
+        if upload:
+            print(paired_run.record(compared, kept), file=sys.stderr)
+        return kept
+
+    try:
+        with runs.termination_interrupts(), paired_run.telling() as tell:
+            cases = gate.cases_at_hand(judged, results)
+            machine_of = None if on_request else confirmation.this_machine()
+            return confirmation.confirm(judged, cases, Path.cwd(), machine_of=machine_of, tell=tell, keep=keep), None
+    except confirmation.Interrupted as interrupted:
+        return interrupted.checked, interrupted.interrupt
+    except KeyboardInterrupt as interrupt:
+        return confirmation.with_note(judged, confirmation.INTERRUPTED), interrupt
+    except (ValueError, OSError, subprocess.SubprocessError) as error:
+        return confirmation.with_note(judged, f"nothing timed in turns: {one_line(str(error))}"), None
 
 
 def accept(
     *,
+    suite: JudgedSuiteOption = None,
     suite_run: SuiteRunOption = None,
     results: JudgedResultsOption = None,
     only: Annotated[
         str | None,
         typer.Option(metavar="TEXT", help="The cases whose implementation, options or layout contain this."),
     ] = None,
-    accepted: AcceptedOption = Path("accepted"),
+    accepted: AcceptedOption = None,
     no_upload: Annotated[bool, typer.Option("--no-upload", help="Leave MLflow alone.")] = False,
 ) -> None:
     """Take what a suite run shows as what is right from now on: exact figures, and times that have moved.
 
-    [bold]meshmark accept[/]                           the latest suite run, into accepted/SUITE.txt
+    [bold]meshmark accept --suite nightly[/]               the latest run of it, into accepted/nightly.txt
 
-    [bold]meshmark accept --only 'native.zero stage=2'[/]  those cases of it
+    [bold]meshmark accept --only 'native.zero stage=2'[/]  those cases of the latest run of any suite
     """
     from datetime import UTC, datetime
 
     from harness.regression import gate
 
     with bad_input():
-        judged = gate.judged(suite_run=suite_run, results=results, accepted_directory=accepted)
+        judged = gate.judged(suite=suite, suite_run=suite_run, results=results, accepted_directory=accepted)
         cases = [case for case in judged.cases if only is None or only in case.run.name]
         if not cases:
             raise ValueError(f"--only {only}: expected part of one of {len(judged.cases)} cases' names, found none")

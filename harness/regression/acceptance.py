@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from harness.regression.accepted_values import ACCEPTED_TIME, Accepted
 from harness.regression.check import CaseVerdict, place_of
-from harness.regression.exact_figures import exact_values
+from harness.regression.exact_figures import exact_values, superseded
 from harness.regression.verdicts import MOVED
 
 
@@ -29,10 +29,13 @@ def accept(cases: Sequence[CaseVerdict], accepted: Accepted, now: float) -> tupl
             continue
         known = values.get(place, {})
         moved = {finding.figure for finding in case.findings if finding.verdict in MOVED}
-        for figure, value in exact_values(run.metrics, run.precision).items():
+        for figure, value in exact_values(run.metrics, run.precision, run.parity_steps).items():
             if figure in moved or figure not in known:
                 lines.append(f"{run.name}: {figure} {_shown(known.get(figure))} -> {_shown(value)}")
-                values.setdefault(place, {})[figure] = value
+                of_place = values.setdefault(place, {})
+                of_place[figure] = value
+                for other in superseded(figure, [*of_place]):
+                    del of_place[other]
         if case.time is not None and case.time.verdict in MOVED:
             times[place] = float(began)
             lines.append(f"{run.name}: {ACCEPTED_TIME} {run.suite_run} ({case.time.text})")

@@ -23,10 +23,21 @@ Place = tuple[str, str]  # case id, device
 
 @dataclass(frozen=True, kw_only=True)
 class Accepted:
-    """`values` by place and figure; `times` by place, in seconds since the epoch."""
+    """`values` by place and figure; `times` by place, in seconds since the epoch; `file` is where they were looked
+    for."""
 
     values: Mapping[Place, Mapping[str, float]] = field(default_factory=dict)
     times: Mapping[Place, float] = field(default_factory=dict)
+    file: Path | None = field(default=None, compare=False)
+
+
+def directory_at_hand(given: Path | None = None) -> Path:
+    """`given`; else accepted/ here, or where there is none, that of the checkout around the current directory."""
+    if given is not None or DIRECTORY.is_dir():
+        return given or DIRECTORY
+    here = Path.cwd()
+    root = next((directory for directory in (here, *here.parents) if (directory / ".git").exists()), here)
+    return DIRECTORY if root == here else root / DIRECTORY
 
 
 def file_of(suite: str, directory: Path = DIRECTORY) -> Path:
@@ -50,7 +61,7 @@ def read(path: Path) -> Accepted:
                 values.setdefault((case_id, device), {})[figure] = _finite(text)
         except ValueError:
             raise ValueError(f"{path}, line {number}: expected `case device figure value`, got {line!r}") from None
-    return Accepted(values=values, times=times)
+    return Accepted(values=values, times=times, file=path)
 
 
 def write(path: Path, suite: str, accepted: Accepted) -> None:

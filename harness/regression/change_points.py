@@ -19,7 +19,7 @@ MIN_SIDE = 3  # points: a night that is odd by itself, or two, is no change of l
 SIGNIFICANCE = 1e-4
 MIN_SHIFT = 0.02  # of the level
 MIN_SHIFT_IN_NOISE = 1.5  # robust standard deviations
-WINSOR_MADS = 4.0
+WINSOR_IN_NOISE = 4.0  # robust standard deviations
 
 _SD_OF_MAD = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
 _SEED = 20140622  # any: the same series is to give the same answer every time
@@ -84,7 +84,7 @@ def segments(logarithms: Sequence[float], *, significance: float = SIGNIFICANCE)
 
 
 def winsorised(values: Floats) -> Floats:
-    """`values` with those farther than WINSOR_MADS scaled median absolute deviations from the median of their
+    """`values` with those farther than WINSOR_IN_NOISE robust standard deviations from the median of their
     neighbourhood brought there: odd nights lose their weight, levels keep theirs. As they are where most lie on that
     median, which says nothing of their spread."""
     if len(values) < 2 * MIN_SIDE:
@@ -92,7 +92,7 @@ def winsorised(values: Floats) -> Floats:
     padded = np.pad(values, MIN_SIDE, constant_values=np.nan)
     neighbourhoods = np.lib.stride_tricks.sliding_window_view(padded, 2 * MIN_SIDE + 1)  # (points, neighbours)
     centres = np.nanmedian(neighbourhoods, axis=1)
-    reach = WINSOR_MADS * _SD_OF_MAD * np.median(np.abs(values - centres))
+    reach = WINSOR_IN_NOISE * _SD_OF_MAD * np.median(np.abs(values - centres))
     return np.clip(values, centres - reach, centres + reach) if reach > 0 else values
 
 

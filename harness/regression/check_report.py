@@ -12,6 +12,7 @@ from rich.text import Text
 
 from harness.markdown import plain, plain_row
 from harness.regression.check import CaseVerdict, Check, worst_first
+from harness.regression.paired_comparison import MOST_PAIRS
 from harness.regression.self_test import SelfTest
 from harness.regression.verdicts import NOMINATED, RED
 
@@ -134,6 +135,13 @@ def self_test_lines(tested: SelfTest) -> list[str]:
         f"{'-' if recovery.median_delay_nights is None else f'{recovery.median_delay_nights:g}'} |"
         for recovery in tested.recoveries
     ]
+    lines += ["", f"| in turns, slower by | comparisons | called regressed | took {MOST_PAIRS} pairs |"]
+    lines += ["|---:|---:|---:|---:|"]
+    lines += [
+        f"| {power.shift:.0%} | {power.num_comparisons} | {power.regressed:.1%} | {power.extended:.0%} |"
+        for power in tested.paired
+    ]
+    lines += ["", tested.limits]
     failures = [f"FAILED: {failure}" for failure in tested.failures]
     sound = "the gate is quiet where nothing changed, finds what did, and lets go of what was mended"
     return [*lines, "", *(failures or [sound])]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from harness.regression.verdicts import Finding
@@ -11,13 +11,19 @@ from harness.regression.verdicts import Finding
 @dataclass(frozen=True, kw_only=True)
 class ExactFigure:
     """`tolerance` is relative. Of a figure with `less_is_better` a smaller value is an improvement; of any other, every
-    departure is a regression. `precision`: the only one it is exact in."""
+    departure is a regression. `precision`: the only one it is exact in. One `of_last_parity_step` is another figure for
+    another number of steps, and bears that in its name."""
 
     name: str
     words: str
     tolerance: float = 0.0
     less_is_better: bool = True
     precision: str | None = None
+    of_last_parity_step: bool = False
+
+    def name_after(self, parity_steps: int) -> str:
+        """As accepted values have it."""
+        return f"{self.name}.after_{parity_steps}_steps" if self.of_last_parity_step else self.name
 
 
 EXACT_FIGURES = (
@@ -26,40 +32,54 @@ EXACT_FIGURES = (
     # An all-reduce that ends earlier or later finds another moment of a backward.
     ExactFigure(name="memory.peak_allocated_bytes.max_rank", words="bytes at the allocated peak", tolerance=0.01),
     # One order of sums against another's, on another processor.
-    ExactFigure(name="loss", words="fp64 loss", tolerance=1e-12, less_is_better=False, precision="fp64"),
+    ExactFigure(
+        name="loss",
+        words="fp64 loss",
+        tolerance=1e-12,
+        less_is_better=False,
+        precision="fp64",
+        of_last_parity_step=True,
+    ),
 )
 
 
-def exact_values(metrics: Mapping[str, float], precision: str) -> dict[str, float]:
+def exact_values(metrics: Mapping[str, float], precision: str, parity_steps: int) -> dict[str, float]:
     """Those of the exact figures that a run has."""
     return {
-        figure.name: metrics[figure.name]
+        figure.name_after(parity_steps): metrics[figure.name]
         for figure in EXACT_FIGURES
         if figure.name in metrics and figure.precision in (None, precision)
     }
 
 
-def exact_findings(values: Mapping[str, float], accepted: Mapping[str, float]) -> list[Finding]:
+def exact_findings(values: Mapping[str, float], accepted: Mapping[str, float], parity_steps: int) -> list[Finding]:
     """One finding for each figure that has an accepted value. One that is missing now is suspect: nobody has seen that
     it is as it should be."""
+    names = {figure.name_after(parity_steps): figure for figure in EXACT_FIGURES}
     return [
-        _finding(figure, values.get(figure.name), accepted[figure.name])
-        for figure in EXACT_FIGURES
-        if figure.name in accepted
+        _finding(name, figure, values.get(name), accepted[name]) for name, figure in names.items() if name in accepted
     ]
 
 
-def _finding(figure: ExactFigure, value: float | None, accepted: float) -> Finding:
+def superseded(name: str, accepted: Collection[str]) -> list[str]:
+    """The accepted figures that are this one after another number of steps, or of nobody knows how many."""
+    figure = name.partition(".after_")[0]
+    if figure == name:
+        return []
+    return [other for other in accepted if other != name and other.partition(".after_")[0] == figure]
+
+
+def _finding(name: str, figure: ExactFigure, value: float | None, accepted: float) -> Finding:
     if value is None:
         text = f"{figure.words}: not measured, accepted is {_number(accepted)}"
-        return Finding(figure=figure.name, verdict="suspect", text=text)
+        return Finding(figure=name, verdict="suspect", text=text)
     shift = (value - accepted) / abs(accepted) if accepted else float(value != 0)
     if abs(value - accepted) <= figure.tolerance * abs(accepted):
-        return Finding(figure=figure.name, verdict="ok", text=f"{figure.words}: as accepted", shift=shift)
+        return Finding(figure=name, verdict="ok", text=f"{figure.words}: as accepted", shift=shift)
     allowed = f", allowed {figure.tolerance:.0e}" if figure.tolerance else ""
     text = f"{figure.words}: {_number(value)}, accepted is {_number(accepted)} ({shift:+.2%}{allowed})"
     better = figure.less_is_better and value < accepted
-    return Finding(figure=figure.name, verdict="improved" if better else "regressed", text=text, shift=shift)
+    return Finding(figure=name, verdict="improved" if better else "regressed", text=text, shift=shift)
 
 
 def _number(value: float) -> str:

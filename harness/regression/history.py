@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,9 @@ class CaseRun:
     versions: Mapping[str, str]
     metrics: Mapping[str, float]
     dirty: bool = False  # something differed from that commit
+    expected: str = "ok"  # or "parity failed", where it is known to train another model
+    parity_steps: int = 0  # its loss is that of the last of them
+    emulated: bool = False  # links between its nodes are shaped by the kernel
     run_id: str = ""
 
     @property
@@ -125,10 +128,19 @@ def _case_run(
         environment=str(tags.get("environment_fingerprint", "")),
         commit=str(tags.get("commit", "")),
         dirty=tags.get("dirty") == "true",
+        expected=str(params.get("expected", "ok")),
+        parity_steps=int(params.get("measurement.parity_steps", 0)),
+        emulated=_is_emulated(tags, params),
         versions=versions,
         metrics={key: float(value) for key, value in metrics.items()},
         run_id=run_id,
     )
+
+
+def _is_emulated(tags: Mapping[str, Any], params: Mapping[str, Any]) -> bool:
+    """By its mark, or by its topology: links are shaped on emulated nodes only."""
+    is_shaped = params.get("topology.link_mbits", "null") != "null" or float(params.get("topology.delay_ms", 0)) > 0
+    return tags.get("emulated") == "true" or is_shaped
 
 
 def _below(prefix: str, run: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,3 +169,51 @@ def nights_of(tonight: CaseRun, runs: Iterable[CaseRun]) -> list[CaseRun]:
     if tonight.relative_seconds is not None:
         nights[tonight.suite_run] = tonight
     return sorted(nights.values(), key=lambda run: run.started)[-MAX_NIGHTS:]
+
+
+def last_ok(tonight: CaseRun, machines: Collection[str], runs: Iterable[CaseRun]) -> CaseRun | None:
+    """The last run before tonight's in which its case ended well, if it is among the suite's last MAX_NIGHTS on those
+    machines. A case that cannot run tells no machine of its own; with no `machines` any counts."""
+    earlier = [
+        run
+        for run in runs
+        if run.suite == tonight.suite and run.started < tonight.started and (not machines or run.machine in machines)
+    ]
+    starts = began(earlier)
+    latest = set(sorted(starts, key=lambda name: starts[name])[-MAX_NIGHTS:])
+    ended_well = (
+        run
+        for run in earlier
+        if run.case_id == tonight.case_id
+        and run.status == "ok"
+        and run.suite_run in latest
+        and run.suite_run != tonight.suite_run
+    )
+    return max(ended_well, key=lambda run: run.started, default=None)
+
+
+def environment_changes(nights: Sequence[CaseRun], since: int) -> dict[str, tuple[str, str]]:
+    """What software changed at night `since`, or one night away from there (that is how well a change point is known):
+    name to (before, after), `environment` to fingerprints where nothing that has a name did."""
+    for index in (since, since - 1, since + 1):
+        if not 0 < index < len(nights):
+            continue
+        before, after = nights[index - 1], nights[index]
+        names = sorted(before.versions.keys() | after.versions.keys())
+        changes = {
+            name: (before.versions.get(name, "none"), after.versions.get(name, "none"))
+            for name in names
+            if before.versions.get(name) != after.versions.get(name)
+        }
+        if not changes and before.environment != after.environment:
+            changes = {"environment": (before.environment, after.environment)}
+        if changes:
+            return changes
+    return {}
+
+
+def is_same_code(nights: Sequence[CaseRun], since: int) -> bool:
+    """Whether one clean commit ran on both sides of night `since`, and of the nights beside it, of which any may be the
+    one when a level moved."""
+    around = nights[max(0, since - 2) : since + 2]
+    return bool(around[0].commit) and not any(run.dirty or run.commit != around[0].commit for run in around)

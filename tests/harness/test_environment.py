@@ -80,7 +80,15 @@ def test_checkout_names_the_commit_and_whether_it_is_dirty(tmp_path):
     (tmp_path / "file").write_text("2")
     assert checkout(tmp_path) == (commit, True)
     git("checkout", "-q", "file")
-    (tmp_path / "new").write_text("")
+    (tmp_path / "nightly.log").write_text("")
+    (tmp_path / "accepted").mkdir()
+    (tmp_path / "accepted/nightly.txt").write_text("")
+    assert checkout(tmp_path) == (commit, False), "nobody runs a log"
+    (tmp_path / "new directory").mkdir()
+    (tmp_path / "new directory/new.py").write_text("")
+    assert checkout(tmp_path) == (commit, True)
+    (tmp_path / "new directory/new.py").unlink()
+    git("mv", "file", "another")
     assert checkout(tmp_path) == (commit, True)
     (tmp_path / "installed").mkdir()
     assert checkout(tmp_path / "installed") is None

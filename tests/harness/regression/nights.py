@@ -41,6 +41,9 @@ def case_run(
 
 
 def nights(levels: Sequence[float], seed: int = 0, **fields: Any) -> list[CaseRun]:
-    """One run a night, at each of the relative levels, with noise of 0.3 %."""
+    """One run a night, at each of the relative levels, with noise of 0.3 %; a new commit every night."""
     noise = np.random.default_rng(seed).normal(1.0, 0.003, len(levels))
-    return [case_run(night, 0.1 * level * noise[night], **fields) for night, level in enumerate(levels)]
+    return [
+        case_run(night, 0.1 * level * noise[night], **{"commit": f"{night:08x}", **fields})
+        for night, level in enumerate(levels)
+    ]

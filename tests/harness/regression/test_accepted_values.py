@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.regression.accepted_values import Accepted, file_of, read, write
+from harness.regression.accepted_values import Accepted, directory_at_hand, file_of, read, write
 
 ACCEPTED = Accepted(
     values={("b-1", "cpu"): {"communication.bytes_per_step": 2.0**53, "loss": 1 / 3}, ("a-1", "cuda"): {"loss": 5.0}},
@@ -25,6 +25,18 @@ def test_what_is_written_reads_back(tmp_path: Path) -> None:
         "b-1 cpu loss 0.3333333333333333",
     ]
     assert [file.name for file in path.parent.iterdir()] == ["smoke.txt"]
+
+
+def test_it_lies_here_or_at_the_root_of_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    below = tmp_path / "project/some/where"
+    below.mkdir(parents=True)
+    monkeypatch.chdir(below)
+    assert directory_at_hand() == Path("accepted")
+    (tmp_path / "project/.git").mkdir()
+    assert directory_at_hand() == tmp_path / "project/accepted"
+    assert directory_at_hand(Path("given")) == Path("given")
+    (below / "accepted").mkdir()
+    assert directory_at_hand() == Path("accepted")
 
 
 def test_no_file_accepts_nothing(tmp_path: Path) -> None:

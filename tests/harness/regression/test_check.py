@@ -86,7 +86,6 @@ def test_nights_elsewhere_do_not_count() -> None:
             True,
         ),
         ({"status": "timed out", "reason": "rank 1 hangs"}, "failed", "timed out: rank 1 hangs", True),
-        ({"status": "unavailable", "reason": "no deepspeed"}, "insufficient data", "unavailable: no deepspeed", False),
         ({"metrics": {BYTES: 1001.0}}, "regressed", "bytes a step: 1,001, accepted is 1,000", True),
         ({"metrics": {BYTES: 999.0}}, "improved", "bytes a step: 999, accepted is 1,000", False),
     ],
@@ -97,6 +96,75 @@ def test_what_is_wrong_with_tonight(fields: dict[str, object], verdict: str, why
     assert only(judged)[0] == verdict
     assert why in only(judged)[1]
     assert judged.is_red == red
+
+
+@pytest.mark.parametrize("status", ["unavailable", "unsupported"])
+def test_a_case_that_ran_and_cannot_tonight_is_suspect(status: str) -> None:
+    """What is not built has no fingerprint of the machine either."""
+    runs = nights([1.0] * 25)
+    beside = nights([1.0] * 26, case_id="other")
+    lost = case_run(25, status=status, reason="no deepspeed", machine="", metrics={})
+    last = check([lost, beside[-1]], [*runs, *beside], ACCEPTED)
+    (case, _) = last.cases
+    assert (case.verdict, last.is_red) == ("suspect", False)
+    assert check_report.reasons(case) == [f"ran until smoke-24, tonight {status}: no deepspeed"]
+    never = replace(lost, case_id="never")
+    elsewhere = [replace(run, case_id="never", machine="m2") for run in runs]
+    (case, _) = check([never, beside[-1]], [*elsewhere, *beside], ACCEPTED).cases
+    assert (case.verdict, check_report.reasons(case)) == ("insufficient data", [f"{status}: no deepspeed"])
+
+
+def test_a_case_that_parts_as_expected_is_ok() -> None:
+    runs = nights([1.0] * 3, status="parity failed", explanation="gradients are not reduced")
+    assert only(checked([replace(run, expected="parity failed") for run in runs])) == ("ok", "")
+    assert only(checked(runs))[0] == "parity failed"
+    blind = case_run(3, status="failed", reason="expected to part from the reference, and did not")
+    assert only(checked([*runs, replace(blind, expected="parity failed")]))[0] == "failed"
+
+
+def test_emulated_links_are_judged_on_exact_figures_alone() -> None:
+    runs = nights(SLOWER, emulated=True)
+    verdict, why = only(checked(runs))
+    assert verdict == "insufficient data"
+    assert why == "step time: not judged; its links are emulated, and the canary crosses none"
+    more_bytes = replace(runs[-1], metrics={**runs[-1].metrics, BYTES: 1001.0})
+    assert only(checked([*runs[:-1], more_bytes]))[0] == "regressed"
+
+
+@pytest.mark.parametrize("level", [1.1, 0.9])
+def test_where_the_same_commit_ran_before_and_after_the_machine_changed(level: float) -> None:
+    runs = nights([1.0] * 20 + [level] * 8, commit="c0ffee00")
+    verdict, why = only(checked(runs))
+    assert verdict == "environment shift"
+    assert why.startswith("environment shift: the same commit ran before and after: the machine changed, not the code")
+    moved = {1.1: "regressed", 0.9: "improved"}[level]
+    assert only(checked([replace(run, dirty=True) for run in runs]))[0] == moved, "not the code of any commit"
+    one_night_away = [replace(run, commit="decaf") for run in runs[:19]]
+    assert only(checked([*one_night_away, *runs[19:]]))[0] == moved, "the night is not known that well"
+    assert only(checked([replace(run, commit="") for run in runs]))[0] == moved
+
+
+def test_a_later_regression_does_not_hide_behind_an_environment_shift() -> None:
+    runs = nights([1.0] * 30 + [1.1] * 30 + [1.1 * 1.08] * 20)
+    shifted = [*runs[:30], *(replace(run, versions={"torch": "2.14.0"}) for run in runs[30:])]
+    assert only(checked(shifted[:60]))[0] == "environment shift"
+    judged = checked(shifted)
+    verdict, why = only(judged)
+    assert (verdict, judged.is_red) == ("regressed", True)
+    assert "slower since smoke-60, commit 0000003b -> 0000003c; besides, +" in why
+    assert why.endswith(" since smoke-30, an environment shift: torch 2.13.0 -> 2.14.0")
+    (case,) = judged.cases
+    assert case.time is not None
+    assert case.time.commits == ("0000003b", "0000004f")
+    assert case.time.shift == pytest.approx(0.08, abs=0.005)
+
+
+def test_two_environment_shifts_are_both_named() -> None:
+    runs = nights([1.0] * 30 + [1.1] * 30 + [1.2] * 20)
+    versions = [{"torch": torch} for torch in ["2.13.0"] * 30 + ["2.14.0"] * 30 + ["2.15.0"] * 20]
+    verdict, why = only(checked([replace(run, versions=of) for run, of in zip(runs, versions, strict=True)]))
+    assert verdict == "environment shift"
+    assert why.startswith("environment shift: torch 2.13.0 -> 2.14.0, torch 2.14.0 -> 2.15.0; step time: 20.")
 
 
 def test_new_software_at_the_change_is_an_environment_shift() -> None:
@@ -124,8 +192,10 @@ def test_everything_slower_and_nothing_faster_points_at_the_machine() -> None:
     judged = checked(runs)
     assert judged.is_red
     assert "4 of 4 times on machine m1 regressed and none improved" in judged.notes[0]
+    assert judged.doubted_machines == {"m1"}
     faster = nights([1.0] * 20 + [0.9] * 8, case_id="case-4")
     assert not any("machine" in note for note in checked([*runs, *faster]).notes)
+    assert not checked([*runs, *faster]).doubted_machines
 
 
 def test_cases_that_have_gone_are_counted() -> None:
@@ -169,6 +239,16 @@ def test_accepting_takes_over_what_is_new_or_has_moved_and_nothing_else() -> Non
         "native.ddp data=2: communication.calls_per_step - -> 3",
     ]
     assert accept(checked(runs, accepted).cases, accepted, NOW) == (accepted, [])
+
+
+def test_accepting_a_loss_after_more_steps_drops_that_after_fewer() -> None:
+    before = Accepted(values={PLACE: {BYTES: 1000.0, "loss": 3.0, "loss.after_4_steps": 2.5}})
+    judged = checked([case_run(0, precision="fp64", parity_steps=5, metrics={"loss": 2.25})], before)
+    assert not judged.is_red
+    assert any(note.startswith("1 with exact figures that nothing is held against yet") for note in judged.notes)
+    accepted, lines = accept(judged.cases, before, NOW)
+    assert accepted.values == {PLACE: {BYTES: 1000.0, "loss.after_5_steps": 2.25}}
+    assert lines == ["native.ddp data=2: loss.after_5_steps - -> 2.25"]
 
 
 def test_a_case_that_failed_cannot_be_accepted() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,63 +10,14 @@ from typing import Any
 import pytest
 
 from harness import cli, suites, tracking
-from harness.case import Case
-from harness.layout import Layout
 from harness.regression import gate
 from harness.regression.history import from_results, from_store
-from harness.result import Result, append, read
-from harness.run_record import case_record
+from harness.result import read
+from harness.run_record import SUITES_EXPERIMENT
+from harness.topology import Topology
+from tests.harness.regression.stored_nights import BYTES, CASE, ENVIRONMENT, NIGHT, case_tags, results_of, uploaded
 
-NIGHT = 1_735_689_600.0
-BYTES = "communication.bytes_per_step"
-ENVIRONMENT = {
-    "device": {"kind": "cpu"},
-    "machine_fingerprint": "m1",
-    "environment_fingerprint": "e1",
-    "torch": "2.13.0",
-    "threads_per_rank": 1,
-    "libraries": {"deepspeed": "0.19.8"},
-    "commit": "c0ffee",
-    "dirty": True,
-    "canary": {"seconds": 0.01, "matmul_seconds": 0.005},
-}
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_store: Path) -> None:
-    """A directory with an empty store, where a newcomer has it."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    shutil.copy(empty_store, tmp_path / "mlflow.db")
-
-
-def results_of(night: int, **changes: Any) -> Path:
-    """A results directory with one case."""
-    directory = Path(f"night-{night}")
-    directory.mkdir()
-    given = {
-        "case": Case(workload="gpt", implementation="native.ddp", layout=Layout(data=2), precision="fp64"),
-        "status": "ok",
-        "environment": ENVIRONMENT,
-        "metrics": {"step.median_seconds": 0.1, BYTES: 1000.0},
-        "samples": {"losses": [3.0, 2.5], "step_seconds": [[0.1], [0.1]]},
-        "suite": "smoke",
-        "suite_run": f"smoke-{night}",
-        "started": NIGHT + night,
-        "duration_seconds": 1.0,
-    }
-    append(directory, Result(**{**given, **changes}))
-    return directory
-
-
-def uploaded(night: int, **changes: Any) -> Path:
-    directory = results_of(night, **changes)
-    assert tracking.upload(directory).failed == 0
-    return directory
-
-
-def case_tags() -> dict[str, dict[str, Any]]:
-    return {run["tags.meshmark.suite_run"]: run for run in tracking.read_runs("meshmark/gpt")}
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 def test_a_run_is_the_same_from_the_store_and_from_its_directory() -> None:
@@ -81,8 +30,102 @@ def test_a_run_is_the_same_from_the_store_and_from_its_directory() -> None:
     assert (found.machine, found.environment, found.commit, found.device) == ("m1", "e1", "c0ffee", "cpu")
     assert found.dirty
     assert found.versions == {"deepspeed": "0.19.8", "torch": "2.13.0", "threads_per_rank": "1"}
-    assert found.metrics["loss"] == 2.5
+    assert (found.metrics["loss"], found.parity_steps) == (2.5, 4)
+    assert (found.expected, found.emulated) == ("ok", False)
     assert from_store(tracking.read_runs(suite="peers")) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"environment": {**ENVIRONMENT, "emulated": True}},
+        {"case": replace(CASE, topology=Topology(num_nodes=2, ranks_per_node=1, link_mbits=200.0))},
+        {"case": replace(CASE, topology=Topology(num_nodes=2, ranks_per_node=1, delay_ms=5.0))},
+    ],
+)
+def test_emulated_links_are_told_by_their_mark_or_their_topology(changes: dict[str, Any]) -> None:
+    directory = uploaded(1, **changes)
+    (stored,) = from_store(tracking.read_runs(suite="smoke"))
+    assert stored.emulated
+    assert replace(stored, run_id="") == from_results(read(directory), directory)[0]
+
+
+def test_a_case_that_parts_as_expected_is_no_trouble_of_the_gates(capsys: pytest.CaptureFixture[str]) -> None:
+    """`run` ends with 0 there, and so does `check`."""
+    uploaded(1, case=replace(CASE, expected="parity failed"), status="parity failed", reason="clips at 1.0")
+    assert cli.main(["check"]) == 0
+    assert "not red: smoke-1: 1 ok" in capsys.readouterr().out
+
+
+def suite_run_named(name: str) -> dict[str, Any]:
+    (found,) = (run for run in tracking.read_runs(SUITES_EXPERIMENT) if run["tags.meshmark.suite_run"] == name)
+    return found
+
+
+def test_the_suite_run_has_the_verdicts_in_one_word_and_on_a_page() -> None:
+    uploaded(1)
+    assert cli.main(["check"]) == 0
+    assert cli.main(["accept"]) == 0
+    directory = uploaded(2, metrics={"step.median_seconds": 0.1, BYTES: 1001.0})
+    assert suite_run_named("smoke-1")["tags.verdict"] == "ok"
+    for arguments in (["check"], ["check", "--results", str(directory)]):
+        tracking.set_tags({run["run_id"]: {"verdict": "-"} for run in tracking.read_runs()})
+        assert cli.main(arguments) == 1
+        assert suite_run_named("smoke-2")["tags.verdict"] == "red"
+        assert case_tags()["smoke-2"]["tags.verdict"] == "regressed"
+        run_id = suite_run_named("smoke-2")["run_id"]
+        page = tracking.read_artifacts([run_id], gate.VERDICTS_FILE)[run_id]
+        assert page.startswith("**RED: smoke-2: 1 regressed**")
+
+
+def test_the_suite_that_is_asked_for_is_judged(capsys: pytest.CaptureFixture[str]) -> None:
+    uploaded(1)
+    uploaded(2, suite="pitfalls", suite_run="pitfalls-2")
+    for arguments, name in ((["check"], "pitfalls-2"), (["check", "--suite", "smoke"], "smoke-1")):
+        assert cli.main([*arguments, "--format", "json"]) == 0
+        assert json.loads(capsys.readouterr().out)["suite_run"] == name
+    assert cli.main(["accept", "--suite", "smoke"]) == 0
+    assert [path.name for path in Path("accepted").iterdir()] == ["smoke.txt"]
+    capsys.readouterr()
+    assert cli.main(["check", "--suite", "none"]) == 2
+    assert "expected at least one suite run of none, found none" in capsys.readouterr().err
+    assert cli.main(["check", "--suite", "smoke", "--results", "night-2"]) == 2
+    assert "night-2: expected at least one suite run of smoke, found none" in capsys.readouterr().err
+    assert cli.main(["check", "--suite", "smoke", "--suite-run", "pitfalls-2"]) == 2
+    assert "expected one of smoke of sqlite" in capsys.readouterr().err
+
+
+def test_a_run_that_is_not_of_today_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """As after a night when the run itself has died."""
+    uploaded(1)
+
+    def notes(*, hours: float, suite_run: str | None = None) -> list[str]:
+        now = NIGHT + 1 + 3600 * hours
+        judged = gate.judged(suite_run=suite_run, results=None, accepted_directory=None, now=now)
+        return [note for note in judged.notes if "began" in note]
+
+    assert notes(hours=2) == []
+    assert notes(hours=24) == ["smoke-1 began 24 hours ago, and no run after it is there"]
+    assert notes(hours=72) == ["smoke-1 began 3 days ago, and no run after it is there"]
+    assert notes(hours=72, suite_run="smoke-1") == [], "it was asked for"
+
+
+def test_accepted_values_of_the_checkout_are_found_from_within_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    uploaded(1)
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    assert cli.main(["check", "--format", "json"]) == 0
+    (note,) = (note for note in json.loads(capsys.readouterr().out)["notes"] if "held against" in note)
+    assert f"yet in {tmp_path}/accepted/smoke.txt: `meshmark accept`" in note
+    assert cli.main(["accept"]) == 0
+    assert (tmp_path / "accepted/smoke.txt").is_file()
+    capsys.readouterr()
+    assert cli.main(["check", "--format", "json"]) == 0
+    assert "held against" not in capsys.readouterr().out
 
 
 def test_from_the_first_night_to_an_accepted_change(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +138,7 @@ def test_from_the_first_night_to_an_accepted_change(capsys: pytest.CaptureFixtur
     assert cli.main(["accept"]) == 0
     assert f"native.ddp data=2: {BYTES} - -> 1,000" in capsys.readouterr().out
     (_, *lines) = Path("accepted/smoke.txt").read_text().splitlines()
-    assert [line.split()[1:] for line in lines] == [["cpu", BYTES, "1000"], ["cpu", "loss", "2.5"]]
+    assert [line.split()[1:] for line in lines] == [["cpu", BYTES, "1000"], ["cpu", "loss.after_4_steps", "2.5"]]
     assert "tags.accepted" in case_tags()["smoke-1"]
 
     uploaded(2, metrics={"step.median_seconds": 0.1, BYTES: 1001.0})
@@ -142,40 +185,6 @@ def test_a_night_that_is_dated_ahead_hides_no_other(capsys: pytest.CaptureFixtur
     only_ahead = results_of(10, started=ahead)
     assert cli.main(["check", "--results", str(only_ahead)]) == 0
     assert "smoke-10 is dated" in " ".join(capsys.readouterr().out.split())
-
-
-def test_what_looks_slower_is_timed_in_turns_unless_it_cannot_be_or_must_not(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    directory = results_of(0)
-    (one,) = read(directory)
-    nights = [
-        replace(
-            one,
-            suite_run=f"smoke-{night:02}",
-            started=NIGHT + night,
-            environment={**ENVIRONMENT, "commit": f"{night:040x}", "dirty": False},
-            metrics={
-                **one.metrics,
-                "step.median_seconds": 0.1 * (1 + night % 3 / 1000) * (1.5 if night >= 20 else 1.0),
-            },
-        )
-        for night in range(26)
-    ]
-    append(directory, nights[-1])
-    assert tracking.send([case_record(night, directory) for night in nights], kept=directory).failed == 0
-    asked = ["check", "--results", str(directory), "--format", "markdown", "--no-upload"]
-    assert cli.main(asked) == 1
-    page = capsys.readouterr().out
-    assert page.startswith("**RED: smoke-25: 1 regressed (by history)**")
-    assert re.search(r"- 1 not timed in turns: this machine is [0-9a-f]{12}, the history is that of m1\n", page)
-    assert cli.main([*asked, "--confirm"]) == 1
-    assert "- 1 not timed in turns: " in (page := capsys.readouterr().out)
-    assert "expected a git checkout to take revisions from, found none" in page, "whatever machine this is"
-    assert cli.main([*asked, "--no-confirm"]) == 1
-    page = capsys.readouterr().out
-    assert "1 regressed (by history)" in page
-    assert "in turns" not in page
 
 
 @pytest.mark.parametrize(

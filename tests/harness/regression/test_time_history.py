@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -55,6 +56,53 @@ def test_four_nights_at_the_old_level_end_a_regression(before: int, slow: int) -
     assert last_night(nights((before, 1.0), (slow, 1.2), (2, 1.0))).verdict == "regressed"
     for since in (4, 6, 8, 12):
         assert last_night(nights((before, 1.0), (slow, 1.2), (since, 1.0))).verdict in ("ok", "improved")
+
+
+def near(*moved: int) -> Callable[[int], bool]:
+    """Whether something else than the code changed that night, or one night away."""
+    return lambda night: any(abs(night - other) <= 1 for other in moved)
+
+
+def test_what_came_with_other_software_is_an_environment_shift() -> None:
+    change = last_night(nights((30, 1.0), (30, 1.1)), excused=near(30))
+    assert (change.verdict, change.since) == ("environment shift", 30)
+    assert change.shift == pytest.approx(0.1, abs=0.005)
+    (step,) = change.steps
+    assert (step.night, step.is_excused) == (30, True)
+
+
+@pytest.mark.parametrize("code_first", [False, True])
+def test_no_regression_hides_behind_an_environment_shift(code_first: bool) -> None:
+    """It did so for 90 nights: the level moved at night 30, with another torch, and at night 60, without."""
+    if code_first:
+        change, since = last_night(nights((30, 1.0), (30, 1.08), (20, 1.08 * 1.1)), excused=near(60)), 30
+    else:
+        change, since = last_night(nights((30, 1.0), (30, 1.1), (20, 1.1 * 1.08)), excused=near(30)), 60
+    assert (change.verdict, change.since) == ("regressed", since)
+    assert change.shift == pytest.approx(0.08, abs=0.005), "what torch costs is not the code's"
+    own = [step.shift for step in change.steps if not step.is_excused]
+    assert own == pytest.approx([0.08], abs=0.005)
+
+
+def test_steps_of_the_code_add_up_over_an_environment_shift() -> None:
+    creep = nights((25, 1.0), (20, 1.03), (20, 1.03 * 1.1), (20, 1.03 * 1.1 * 1.03))
+    change = last_night(creep, excused=near(45))
+    assert (change.verdict, change.since) == ("regressed", 25)
+    assert change.shift == pytest.approx(1.03**2 - 1, abs=0.005)
+    assert [step.is_excused for step in change.steps] == [False, True, False]
+
+
+def test_a_regression_that_is_mended_leaves_the_environment_shift() -> None:
+    mended = nights((25, 1.0), (20, 1.1), (15, 1.1 * 1.08), (20, 1.1))
+    assert last_night(mended, excused=near(25)).verdict == "environment shift"
+    assert last_night(mended[:64], excused=near(25)).verdict == "environment shift", "four nights are enough"
+
+
+@pytest.mark.parametrize("slow", [1, 3])
+def test_no_suspicion_hides_behind_an_environment_shift(slow: int) -> None:
+    change = last_night(nights((30, 1.0), (20, 1.1), (slow, 1.1 * 1.08)), excused=near(30))
+    assert (change.verdict, change.since) == ("suspect", 50)
+    assert change.shift == pytest.approx(0.08, abs=0.005)
 
 
 def test_an_improvement_lost_is_a_regression() -> None:
