@@ -94,7 +94,8 @@ def table(said: Answer) -> RenderableType:
     asked = said.situation
     title = f"{shown(asked.work)}, {asked.precision}: {asked.place} with {mebibytes(said.memory_bytes)} each"
     unit = next((one.candidate.unit for one in said.ranked), "tokens")
-    made = Table(box=box.SIMPLE, title=title, title_justify="left", pad_edge=False)
+    # As text: a user's workload may look like markup.
+    made = Table(box=box.SIMPLE, title=Text(title, style="italic"), title_justify="left", pad_edge=False)
     made.add_column("", justify="right")
     made.add_column("strategy, and why")
     for name in (f"{unit}/s", "peak", "exposed", "sent"):
