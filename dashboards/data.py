@@ -33,7 +33,8 @@ class Run:
 
     @property
     def label(self) -> str:
-        return label_of(self.result)
+        """What it is, and whether it does another work than the recipe's."""
+        return f"{label_of(self.result)} (other work)" if self.result.other_work else label_of(self.result)
 
     @property
     def settings(self) -> str:
@@ -42,6 +43,7 @@ class Run:
 
     @property
     def label_without_settings(self) -> str:
+        """That of a measure."""
         return self.label.removesuffix(self.settings).strip() if self.settings else self.label
 
     @property
@@ -65,6 +67,15 @@ class Run:
     @property
     def is_measured(self) -> bool:
         return self.result.status in ("ok", "parity failed")
+
+    @property
+    def is_a_measure(self) -> bool:
+        """Whether others may be held against it: it trains what the recipe says."""
+        return self.result.is_a_measure and self.result.case.role != "floor"
+
+    @property
+    def is_greyed(self) -> bool:
+        return not self.result.is_a_measure
 
     @property
     def unit(self) -> str:

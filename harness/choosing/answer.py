@@ -124,8 +124,9 @@ def _named(candidate: Candidate) -> str:
 
 
 def parity(candidate: Candidate) -> str:
-    """`ok`, `FAILED`, or `-` where nothing was held against the reference."""
-    return "-" if candidate.trains_the_same is None else "ok" if candidate.trains_the_same else "FAILED"
+    """`ok`, `FAILED`, or `-` where nothing was held against the reference; and whether it does the recipe's work."""
+    verdict = "-" if candidate.trains_the_same is None else "ok" if candidate.trains_the_same else "FAILED"
+    return verdict if candidate.other_work is None else f"{verdict}, other work"
 
 
 def _or_dash(value: float | None, written: Callable[[float], str]) -> str:
@@ -162,6 +163,7 @@ def to_json(said: Answer) -> dict[str, object]:
                         "sent_bytes",
                         "exposed_ratio",
                         "trains_the_same",
+                        "other_work",
                         "case_id",
                     )
                 },

@@ -52,7 +52,7 @@ class Candidate:
     """One way to train. What is not known is None. `state_bytes` by category, of the rank that holds most. With the
     basis `predicted` memory and bytes are, `another link` has them from where only the link was another one, and
     neither has a time; `memory_basis` is that of the memory alone. `trains_the_same` is None where nothing was held
-    against the reference."""
+    against the reference; `other_work` says what it does otherwise than the recipe, which parity may not show."""
 
     work: str
     precision: str
@@ -76,6 +76,7 @@ class Candidate:
     exposed_ratio: float | None = None
     bubble_ratio: float | None = None
     trains_the_same: bool | None = None
+    other_work: str | None = None
     case_id: str = ""
 
     @property
@@ -152,6 +153,7 @@ def _candidate(result: Result) -> Candidate:
         exposed_ratio=metrics.get("communication.exposed_ratio"),
         bubble_ratio=metrics.get("pipeline.bubble_ratio"),
         trains_the_same=False if result.status == _PARTS else None if parity is None else parity.ok,
+        other_work=None if result.other_work is None else " ".join(result.other_work.split()),
         case_id=case.id,
     )
 
@@ -185,8 +187,8 @@ def strategy_of(result: Result) -> str:
 
 def one_process(found: Sequence[Candidate], work: str, precision: str, machine: str) -> Candidate | None:
     """The single process that does the same work, on the same machine if it was measured there."""
-    wanted = (work, precision, SINGLE, "ok")
-    alike = [one for one in found if (one.work, one.precision, one.strategy, one.status) == wanted]
+    wanted = (work, precision, SINGLE, "ok", None)
+    alike = [one for one in found if (one.work, one.precision, one.strategy, one.status, one.other_work) == wanted]
     # One micro-batch first: how many there are is a way to save memory, which the others may not have taken.
     alike.sort(key=lambda one: (one.machine != machine, one.label != one.implementation))
     return next(iter(alike), None)

@@ -20,7 +20,9 @@ from harness.layout import Layout
 from harness.regression.history import CaseRun
 from harness.result import Result
 from tests.harness.choosing.scenes import (
+    CLIPPED,
     EVERYTHING,
+    HELD,
     MACHINE,
     MIB,
     ON_ONE_NODE,
@@ -141,6 +143,45 @@ def test_communication_shows_bytes_shares_and_what_crosses_a_nodes_link() -> Non
     (figure,) = of_kind(blocks, "figure")
     stage_3 = next(trace for trace in figure["traces"] if trace["name"] == "native hybrid sharding")
     assert (stage_3["x"], stage_3["y"]) == (["2 x 2 at 200 Mbit/s"], [60])
+
+
+def test_whoever_leaves_out_an_exchange_does_not_wait_least() -> None:
+    twice = [
+        result("deepspeed.zero", Layout(data=devices), strategy="zero_1", role="peer", exposed=0.4)
+        for devices in (2, 4)
+    ]
+    parted = dataclasses.replace(
+        twice[0],
+        case=dataclasses.replace(twice[0].case, options={"stage": 0}),
+        status="parity failed",
+        metrics={**twice[0].metrics, "communication.exposed_ratio": 0.02},
+    )
+    floor = result("deepspeed.zero", strategy="zero_1", options={"transport": "none"}, role="floor", exposed=0.0)
+    (figure,) = of_kind(communication.blocks(study(*twice, CLIPPED, parted, floor)), "figure")
+    (trace,) = figure["traces"]
+    assert (trace["x"], trace["y"]) == (["2 devices", "4 devices"], [40, 40])
+    without = communication.blocks(study(CLIPPED, dataclasses.replace(parted, case=twice[1].case)))
+    assert of_kind(without, "figure") == [], "there is nobody to compare"
+
+
+@pytest.mark.parametrize("page", [memory, communication])
+def test_other_work_is_greyed_and_named_on_every_page(page: Any) -> None:
+    blocks = page.blocks(study(*ON_ONE_NODE, CLIPPED))
+    rows = [row for block in of_kind(blocks, "table") for row in block["rows"]]
+    (own,) = [row for row in rows if row["cells"][0]["text"].startswith("deepspeed.zero clipping")]
+    assert own["greyed"]
+    assert own["cells"][0]["text"] == "deepspeed.zero clipping=default (other work)"
+
+
+def test_choose_holds_other_work_behind_with_its_words() -> None:
+    stored = choose.choices(study(*ON_ONE_NODE, CLIPPED))
+    place = next(one for one in stored["places"] if one["devices"] == 2)
+    (number,) = [index for index, one in enumerate(place["candidates"]) if one["otherWork"]]
+    clipped = place["candidates"][number]
+    assert (clipped["state"], clipped["front"], clipped["same"]) == ("other work", False, True)
+    assert [place["reasons"][reason] for _, reason in clipped["whys"]] == [
+        "Other work: gradients are clipped at 1, DeepSpeed's default"
+    ]
 
 
 def scaled(devices: int, batch: int, speed: float, **more: Any) -> Result:
