@@ -202,6 +202,40 @@ def test_scaling_tells_strong_from_weak() -> None:
     assert (perfect["x"], perfect["y"]) == ([1, 2, 4], [100, 200, 200]), "two cores are shared"
 
 
+def test_in_a_line_the_fastest_setting_counts_and_says_which_it_is() -> None:
+    def in_parts(devices: int, num_micro_batches: int, speed: float) -> Result:
+        work = f"gpt:size=17m,global_batch_size=4,num_micro_batches={num_micro_batches}"
+        return result("native.ddp", Layout(data=devices), workload=work, speed=speed)
+
+    results = [
+        scaled(1, 4, 100),
+        scaled(2, 4, 150),
+        in_parts(2, 4, 170),
+        in_parts(2, 2, 120),
+        in_parts(4, 2, 190),
+        scaled(4, 4, 160),
+    ]
+    found = data.studies(results)
+    blocks = scaling.blocks(found[0], found)
+    strong = of_kind(blocks, "table")[0]
+    assert [cells(strong, column) for column in (0, 1, 3)] == [["native.ddp"] * 2, ["2", "4"], ["170", "190"]]
+    assert [row["cells"][0]["under"] for row in strong["rows"]] == ["num_micro_batches=4", "num_micro_batches=2"]
+    line = of_kind(blocks, "figure")[0]["traces"][0]
+    assert line["text"] == ["native.ddp num_micro_batches=4", "native.ddp num_micro_batches=2"]
+    assert any("the fastest way through the batch counts" in block["text"] for block in of_kind(blocks, "text"))
+
+
+def test_scaling_leaves_other_work_out_and_says_so() -> None:
+    clipped = [
+        scaled(devices, 4, 900, options={"clipping": "default"}, other_work="clipped at 1") for devices in (2, 4)
+    ]
+    found = data.studies([scaled(1, 4, 100), scaled(2, 4, 150), scaled(4, 4, 160), *clipped])
+    blocks = scaling.blocks(found[0], found)
+    assert cells(of_kind(blocks, "table")[0], 3) == ["150", "160"]
+    words = "Left out, as their options depart from the recipe: native.ddp clipping=default (other work)."
+    assert words in [block["text"] for block in of_kind(blocks, "text")]
+
+
 def test_scaling_without_a_second_number_of_devices_says_so() -> None:
     found = data.studies([scaled(1, 4, 100), scaled(2, 4, 150)])
     assert [block["command"] for block in of_kind(scaling.blocks(found[0], found), "missing")] == [
