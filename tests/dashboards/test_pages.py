@@ -260,6 +260,41 @@ def test_parity_draws_the_distance_step_by_step_and_explains_a_gap() -> None:
     assert cells(table, 1).count("FAILED at step 1") == 1
 
 
+def test_a_distance_is_held_against_what_its_own_case_is_allowed() -> None:
+    """Beyond its own tolerance, and within that of another."""
+
+    def run(name: str, tolerance: float, distance: float) -> Result:
+        held = dataclasses.replace(HELD, tolerance={**HELD.tolerance, "loss": tolerance})
+        samples = {"losses": [4.0, 4.0 * (1 + distance)], "reference_losses": [4.0, 4.0]}
+        return result(name, parity=held, samples=samples)
+
+    blocks = parity.blocks(study(run("native.ddp", 2e-6, 1e-5), run("torch.ddp", 5e-5, 1e-5)))
+    (figure,) = of_kind(blocks, "figure")
+    assert [shape["y1"] for shape in figure["layout"]["shapes"]] == [2e-6, 5e-5]
+    words = [(one["text"], one["yanchor"]) for one in figure["layout"]["annotations"]]
+    assert words == [("allowed to every case: 2.0e-06", "top"), ("allowed to some: 5.0e-05", "bottom")]
+    crosses = figure["traces"][-1]
+    assert (crosses["name"], crosses["x"]) == ("beyond what its case is allowed", [1])
+    assert crosses["y"] == [pytest.approx(1e-5)]
+    assert crosses["text"] == ["native.ddp, 2 devices: off by 1.00e-05, 2.0e-06 is allowed"]
+    (within,) = [trace for trace in figure["traces"] if "torch.ddp" in trace["text"][0]]
+    assert within["text"][1] == "torch.ddp, 2 devices: off by 1.00e-05, 5.0e-05 is allowed"
+
+
+def test_the_first_step_is_held_against_what_it_is_allowed() -> None:
+    held = dataclasses.replace(HELD, tolerance={**HELD.tolerance, "loss": 1e-4, "first_loss": 2e-6})
+    samples = {"losses": [4.00004, 4.00004], "reference_losses": [4.0, 4.0]}
+    (figure,) = of_kind(parity.blocks(study(result("native.ddp", parity=held, samples=samples))), "figure")
+    assert figure["traces"][-1]["text"] == ["native.ddp, 2 devices: off by 1.00e-05, 2.0e-06 is allowed"]
+    assert figure["traces"][-1]["x"] == [0]
+
+
+def test_with_one_tolerance_there_is_one_band_and_no_cross_within_it() -> None:
+    (figure,) = of_kind(parity.blocks(study(result("native.ddp"))), "figure")
+    assert [one["text"] for one in figure["layout"]["annotations"]] == ["allowed: 2.0e-06"]
+    assert len(figure["layout"]["shapes"]) == len(figure["traces"]) == 1
+
+
 def boxes(text: str) -> list[Box]:
     """`0F0 0B0 / 1F0 1B0`: each rank's actions in order, all as long as they come."""
     made = []
