@@ -15,6 +15,7 @@ from harness.choosing.candidates import (
     latest,
     strategy_of,
 )
+from harness.choosing.origins import machine_of
 from harness.choosing.predictions import over_another_link
 from harness.choosing.work import settings_of, shown, work_of
 from harness.regression.history import CaseRun
@@ -129,7 +130,7 @@ def studies(
     found = {(one.case_id, one.machine): one for one in candidates(kept)}
     groups: dict[tuple[str, str, str], list[Result]] = {}
     for result in kept:
-        key = (work_of(result.case.workload), result.case.precision, _machine(result))
+        key = (work_of(result.case.workload), result.case.precision, machine_of(result))
         groups.setdefault(key, []).append(result)
     made: list[Study] = []
     for (work, precision, machine), members in groups.items():
@@ -150,10 +151,6 @@ def studies(
             )
         )
     return sorted(made, key=lambda study: (-len(study.runs), study.title))
-
-
-def _machine(result: Result) -> str:
-    return str(result.environment.get("machine_fingerprint", ""))
 
 
 def _cores(result: Result) -> int | None:

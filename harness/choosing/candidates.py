@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from harness.choosing.origins import machine_of
 from harness.choosing.work import settings_of, work_of
 from harness.result import Result
 
@@ -108,14 +109,10 @@ def latest(results: Iterable[Result]) -> list[Result]:
     """The latest of each case and machine, whatever it was compared with, in the order in which they were measured."""
     found: dict[tuple[str, str], Result] = {}
     for result in sorted(results, key=lambda result: result.started):
-        key = (replace(result.case, comparison="").id, _machine(result))
+        key = (replace(result.case, comparison="").id, machine_of(result))
         found.pop(key, None)
         found[key] = result
     return list(found.values())
-
-
-def _machine(result: Result) -> str:
-    return str(result.environment.get("machine_fingerprint", ""))
 
 
 def _candidate(result: Result) -> Candidate:
@@ -129,7 +126,7 @@ def _candidate(result: Result) -> Candidate:
     return Candidate(
         work=work_of(case.workload),
         precision=case.precision,
-        machine=_machine(result),
+        machine=machine_of(result),
         place=Place(
             num_devices=case.world_size,
             num_nodes=topology.num_nodes,
