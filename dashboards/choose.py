@@ -78,6 +78,7 @@ def _shown(one: Candidate, on_front: bool) -> Mapping[str, Any]:
         "sent": one.sent_bytes,
         "bubble": one.bubble_ratio,
         "same": one.trains_the_same,
+        "otherWork": one.other_work,
         "status": one.status,
         "reason": one.reason,
         "front": on_front,

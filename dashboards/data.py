@@ -15,6 +15,7 @@ from harness.choosing.candidates import (
     latest,
     strategy_of,
 )
+from harness.choosing.origins import machine_of
 from harness.choosing.predictions import over_another_link
 from harness.choosing.work import settings_of, shown, work_of
 from harness.regression.history import CaseRun
@@ -33,7 +34,8 @@ class Run:
 
     @property
     def label(self) -> str:
-        return label_of(self.result)
+        """What it is, and whether it does another work than the recipe's."""
+        return f"{label_of(self.result)} (other work)" if self.result.other_work else label_of(self.result)
 
     @property
     def settings(self) -> str:
@@ -42,6 +44,7 @@ class Run:
 
     @property
     def label_without_settings(self) -> str:
+        """That of a measure."""
         return self.label.removesuffix(self.settings).strip() if self.settings else self.label
 
     @property
@@ -65,6 +68,15 @@ class Run:
     @property
     def is_measured(self) -> bool:
         return self.result.status in ("ok", "parity failed")
+
+    @property
+    def is_a_measure(self) -> bool:
+        """Whether others may be held against it: it trains what the recipe says."""
+        return self.result.is_a_measure and self.result.case.role != "floor"
+
+    @property
+    def is_greyed(self) -> bool:
+        return not self.result.is_a_measure
 
     @property
     def unit(self) -> str:
@@ -118,7 +130,7 @@ def studies(
     found = {(one.case_id, one.machine): one for one in candidates(kept)}
     groups: dict[tuple[str, str, str], list[Result]] = {}
     for result in kept:
-        key = (work_of(result.case.workload), result.case.precision, _machine(result))
+        key = (work_of(result.case.workload), result.case.precision, machine_of(result))
         groups.setdefault(key, []).append(result)
     made: list[Study] = []
     for (work, precision, machine), members in groups.items():
@@ -139,10 +151,6 @@ def studies(
             )
         )
     return sorted(made, key=lambda study: (-len(study.runs), study.title))
-
-
-def _machine(result: Result) -> str:
-    return str(result.environment.get("machine_fingerprint", ""))
 
 
 def _cores(result: Result) -> int | None:

@@ -15,11 +15,12 @@ from typing import Any
 
 from dashboards import choose, communication, history, memory, parity, pipeline, scaling
 from dashboards.data import Study, same_model
+from harness.choosing import origins
+from harness.choosing.candidates import latest
 from harness.choosing.work import model_of
 from harness.result import Result, replace_non_finite
 
 _ASSETS = Path(__file__).parent / "assets"
-_MOST_NAMES = 4  # of suite runs
 _PAGES = (memory, communication, scaling, parity, pipeline, history)
 
 
@@ -65,31 +66,16 @@ def _study(study: Study, found: Sequence[Study]) -> Mapping[str, Any]:
 
 def _source(results: Sequence[Result], notes: Sequence[str]) -> list[str]:
     """Where the figures come from, a line each."""
-    environment: Mapping[str, Any] = next((r.environment for r in reversed(results) if r.environment), {})
-    device = environment.get("device") or {}
-    dates = sorted({time.strftime("%Y-%m-%d", time.gmtime(r.started)) for r in results if r.started})
-    suites = dict.fromkeys(r.suite_run or r.suite for r in results)
-    measured = [
-        str(device.get("name", "")),
-        f"{environment['physical_cores']} cores"
-        if device.get("kind") == "cpu" and "physical_cores" in environment
-        else "",
-        f"torch {environment['torch']}" if "torch" in environment else "",
-    ]
-    commit = environment.get("commit")
+    shown = latest(results)
+    dates = sorted({time.strftime("%Y-%m-%d", time.gmtime(r.started)) for r in shown if r.started})
     lines = [
-        _listed([name for name in suites if name]),
-        ", ".join(part for part in measured if part),
+        origins.suite_runs(shown),
+        *origins.completed(results),
+        *origins.on_machines(shown),
         " to ".join(dict.fromkeys((*dates[:1], *dates[-1:]))),
-        f"commit {str(commit)[:10]}{' with local changes' if environment.get('dirty') else ''}" if commit else "",
+        origins.commits(shown),
     ]
     return [line for line in (*lines, *notes) if line]
-
-
-def _listed(names: Sequence[str]) -> str:
-    """The last few by name."""
-    more = len(names) - _MOST_NAMES
-    return ", ".join(names[-_MOST_NAMES:]) + (f" and {more} more" if more > 0 else "")
 
 
 def _plotly() -> str:

@@ -18,6 +18,10 @@ from harness.regression.time_history import MIN_NIGHTS, last_night
 TITLE = "History"
 _FEWEST = 3  # nights make a line
 _MOST_FIGURES = 8  # before the others are folded away
+_SHIFT = (
+    "regressed: the last level against the fastest one; improved: against the one before it; ok: the last night "
+    "against its own level; suspect: the last level against the fastest one, or the last night against its own"
+)
 
 
 def blocks(study: Study) -> list[Block]:
@@ -178,7 +182,7 @@ def _table(series: Sequence[tuple[Run, Sequence[CaseRun]]]) -> Block:
     columns = [
         column("case", numeric=False),
         column("verdict", numeric=False, help="of time alone, as `meshmark check` judges it without what was accepted"),
-        column("shift", unit="%", help="the last level against the fastest one"),
+        column("shift", unit="%", help=_SHIFT),
         column("nights"),
         column("since", numeric=False, secondary=True),
     ]

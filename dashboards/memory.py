@@ -56,7 +56,7 @@ def _row(run: Run) -> Mapping[str, Any]:
         "label": run.label,
         "colour": f"@{run.strategy}",
         "mark": SYMBOLS.get(run.family, "circle"),
-        "greyed": run.result.status != "ok",
+        "greyed": run.is_greyed,
         "stacks": stacks,
     }
 
@@ -99,5 +99,5 @@ def _line(run: Run) -> Mapping[str, Any]:
             for name in CATEGORIES
         ),
         cell(run.metric("memory.peak_resident_bytes"), number(run.metric("memory.peak_resident_bytes"), 1 / MIB)),
-        greyed=run.result.status != "ok",
+        greyed=run.is_greyed,
     )

@@ -24,6 +24,7 @@ from dashboards.blocks import (
 from dashboards.data import Run, Study, is_alone
 
 TITLE = "Parity"
+_MOST = 1e300  # that an axis takes
 _FIGURES = {
     "loss": "loss_max_relative",
     "gradient_norm": "gradient_norm_max_relative",
@@ -37,10 +38,16 @@ def blocks(study: Study) -> list[Block]:
     if not runs:
         suite = (study.suites or ["smoke"])[0]
         return [missing("No case of this work was held against the reference.", f"meshmark run {suite}")]
+    bands = (
+        "The darker band is allowed to every case, the lighter one to those whose reference is noisier"
+        if len({_allowed(run) for run in runs} - {None}) > 1
+        else "The shaded band is what is allowed"
+    )
     made: list[Block] = [
         text(
             "Each step's loss against one process that does the same work, relative to it. Losses that are equal to "
-            "the last bit lie on the bottom line; the shaded band is what is allowed.",
+            f"the last bit lie on the bottom line. {bands}; a red cross is beyond what its own case is allowed at that "
+            "step.",
             quiet=True,
         )
     ]
@@ -71,11 +78,10 @@ def _differences(run: Run) -> list[float]:
 
 
 def _figure(runs: Sequence[Run], series: Sequence[Sequence[float]]) -> Block:
-    allowed = [float(run.result.parity.tolerance.get("loss", 0.0)) for run in runs if run.result.parity]
-    tolerance = max((value for value in allowed if value > 0), default=None)
+    allowed = sorted({value for run in runs if (value := _allowed(run)) is not None})
     positive = [value for values in series for value in values if 0 < value < math.inf]
-    floor = 10.0 ** (math.floor(math.log10(min([*positive, tolerance or 1.0]))) - 1)
-    top = 10.0 ** (math.ceil(math.log10(max([*positive, tolerance or floor]))) + 0.3)
+    floor = 10.0 ** (math.floor(math.log10(min([*positive, *(allowed or [1.0])]))) - 1)
+    top = 10.0 ** (math.ceil(math.log10(max([*positive, *(allowed or [floor])]))) + 0.3)
     last = max(len(values) for values in series) - 1
     layout: dict[str, Any] = {
         "xaxis": {"title": "step", "dtick": max(1, last // 10), "range": [-0.15, last + 0.15]},
@@ -87,38 +93,59 @@ def _figure(runs: Sequence[Run], series: Sequence[Sequence[float]]) -> Block:
             "range": [math.log10(floor) - 0.2, math.log10(top)],
         },
     }
-    if tolerance is not None:
-        layout["shapes"] = [
-            {
-                "type": "rect",
-                "xref": "paper",
-                "x0": 0,
-                "x1": 1,
-                "y0": floor / 2,
-                "y1": tolerance,
-                "fillcolor": "@band",
-                "line": {"width": 0},
-                "layer": "below",
-            }
-        ]
-        layout["annotations"] = [
-            {
-                "xref": "paper",
-                "x": 0.01,
-                "y": math.log10(tolerance),
-                "yanchor": "bottom",
-                "xanchor": "left",
-                "showarrow": False,
-                "text": f"allowed: {tolerance:.1e}",
-            }
-        ]
+    if allowed:
+        least, most = allowed[0], allowed[-1]
+        # One band upon the other: what is allowed to every case is the darker for it.
+        layout["shapes"] = [_band(floor, limit) for limit in dict.fromkeys((least, most))]
+        layout["annotations"] = [_limit(least, "allowed", "bottom")]
+        if most > least:
+            layout["annotations"] = [
+                _limit(least, "allowed to every case", "top"),
+                _limit(most, "allowed to some", "bottom"),
+            ]
     traces = [_trace(run, values, floor) for run, values in zip(runs, series, strict=True)]
+    if beyond := [point for run, values in zip(runs, series, strict=True) for point in _beyond(run, values)]:
+        traces.append(_crosses(beyond))
     return figure("Loss beside the reference's, step by step", traces, layout)
 
 
+def _allowed(run: Run, step: int = 1) -> float | None:
+    """How far a loss may be from the reference's in this case, which depends on its micro-batches too; at the first
+    step, 0, that can be less."""
+    told = {} if run.result.parity is None else run.result.parity.tolerance
+    tolerance = float(told.get("loss", 0.0))
+    return None if tolerance <= 0 else float(told.get("first_loss", tolerance)) if step == 0 else tolerance
+
+
+def _band(floor: float, limit: float) -> Mapping[str, Any]:
+    return {
+        "type": "rect",
+        "xref": "paper",
+        "x0": 0,
+        "x1": 1,
+        "y0": floor / 2,
+        "y1": limit,
+        "fillcolor": "@band",
+        "line": {"width": 0},
+        "layer": "below",
+    }
+
+
+def _limit(limit: float, words: str, side: str) -> Mapping[str, Any]:
+    """`side`: which edge of the words lies on the limit."""
+    return {
+        "xref": "paper",
+        "x": 0.01,
+        "y": math.log10(limit),
+        "yanchor": side,
+        "xanchor": "left",
+        "showarrow": False,
+        "text": f"{words}: {limit:.1e}",
+    }
+
+
 def _trace(run: Run, values: Sequence[float], floor: float) -> Mapping[str, Any]:
-    finite = [min(value, 1e300) for value in values]
-    equal = ["equal to the last bit" if value == 0 else f"off by {value:.2e}" for value in values]
+    finite = [min(value, _MOST) for value in values]
     return {
         "type": "scatter",
         "mode": "lines+markers",
@@ -127,7 +154,36 @@ def _trace(run: Run, values: Sequence[float], floor: float) -> Mapping[str, Any]
         "y": [max(value, floor) for value in finite],
         "line": {"color": f"@{run.strategy}", "dash": DASHES.get(run.family, "solid"), "width": 1.5},
         "marker": {"color": f"@{run.strategy}", "symbol": SYMBOLS.get(run.family, "circle"), "size": 7},
-        "text": [plotly_text(f"{run.label}, {run.place}: {words}") for words in equal],
+        "text": [_words(run, step, value) for step, value in enumerate(values)],
+        "hovertemplate": "step %{x}<br>%{text}<extra></extra>",
+    }
+
+
+def _words(run: Run, step: int, value: float) -> str:
+    allowed = _allowed(run, step)
+    limit = "" if allowed is None else f", {allowed:.1e} is allowed"
+    told = "equal to the last bit" if value == 0 else f"off by {value:.2e}{limit}"
+    return plotly_text(f"{run.label}, {run.place}: {told}")
+
+
+def _beyond(run: Run, values: Sequence[float]) -> list[tuple[int, float, str]]:
+    """The steps, distances and words of what lies beyond what the case itself is allowed, whatever others are."""
+    return [
+        (step, min(value, _MOST), _words(run, step, value))
+        for step, value in enumerate(values)
+        if (allowed := _allowed(run, step)) is not None and not value <= allowed
+    ]
+
+
+def _crosses(points: Sequence[tuple[int, float, str]]) -> Mapping[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": "beyond what its case is allowed",
+        "x": [step for step, _, _ in points],
+        "y": [value for _, value, _ in points],
+        "marker": {"color": "@bad", "symbol": "x", "size": 9},
+        "text": [words for _, _, words in points],
         "hovertemplate": "step %{x}<br>%{text}<extra></extra>",
     }
 

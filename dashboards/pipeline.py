@@ -213,7 +213,7 @@ def _table(runs: Sequence[Run]) -> Block:
                     run.metric("pipeline.predicted_in_flight_micro_batches"),
                     _count(run, "predicted_in_flight_micro_batches"),
                 ),
-                greyed=run.result.status != "ok",
+                greyed=run.is_greyed,
             )
             for run in runs
         ],

@@ -34,8 +34,8 @@ Line = Sequence[tuple[int, Run]]
 
 def blocks(study: Study, of_model: Sequence[Study]) -> list[Block]:
     """`of_model`: the studies of the same model with any batch, this one among them."""
-    runs = [run for one in of_model for run in one.runs if run.place.num_nodes == 1 and run.result.status == "ok"]
-    runs = [run for run in runs if _speed(run) is not None and run.result.case.role != "floor"]
+    runs = [run for one in of_model for run in one.runs if run.place.num_nodes == 1 and run.is_a_measure]
+    runs = [run for run in runs if _speed(run) is not None]
     made: list[Block] = []
     if study.cores is not None:
         made.append(
@@ -45,6 +45,17 @@ def blocks(study: Study, of_model: Sequence[Study]) -> list[Block]:
                 quiet=True,
             )
         )
+    if any(run.settings for run in runs):
+        made.append(
+            text(
+                "In a line the fastest way through the batch counts: its micro-batches and checkpoints are told in the "
+                "table, and by each point.",
+                quiet=True,
+            )
+        )
+    others = dict.fromkeys(run.label for one in of_model for run in one.runs if run.result.other_work)
+    if others:
+        made.append(text(f"Left out, as their options depart from the recipe: {', '.join(others)}.", quiet=True))
     kinds: tuple[tuple[Kind, Callable[[Run], object]], ...] = (
         ("strong", lambda run: batch_of(run.result.case.workload)),
         ("weak", lambda run: (batch_of(run.result.case.workload) or 0) / run.place.num_devices),
@@ -63,7 +74,10 @@ def _kind(kind: Kind, runs: Sequence[Run], alike: Callable[[Run], object], study
     lines: dict[tuple[str, str], dict[int, Run]] = {}
     for run in runs:
         if not is_alone(run) and alike(run) == wanted:
-            lines.setdefault((run.label_without_settings, run.strategy), {})[run.place.num_devices] = run
+            points = lines.setdefault((run.label_without_settings, run.strategy), {})
+            held = points.get(run.place.num_devices)
+            if held is None or (_speed(run) or 0.0) > (_speed(held) or 0.0):
+                points[run.place.num_devices] = run
     series = {key: sorted(points.items()) for key, points in lines.items() if len(points) > 1}
     if not series:
         return [heading(title, note), missing("Fewer than two numbers of devices were measured.", _COMMAND)]
@@ -168,7 +182,7 @@ def _table(series: Mapping[tuple[str, str], Line], base: Run | None, unit: str) 
             share = None if efficiency is None else efficiency(run)
             rows.append(
                 row(
-                    cell(label, colour=f"@{strategy}", mark=SYMBOLS.get(run.family, "circle")),
+                    cell(label, colour=f"@{strategy}", mark=SYMBOLS.get(run.family, "circle"), under=run.settings),
                     cell(count),
                     cell(batch_of(run.result.case.workload)),
                     cell(_speed(run), number(_speed(run))),

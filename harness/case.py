@@ -162,12 +162,14 @@ class Case:
 @dataclass(frozen=True, kw_only=True)
 class Suite:
     """A list of cases. With `interleaved`, cases of the same comparison, workload, layout, topology and precision are
-    timed side by side, in rounds that take turns, and a ratio table is made of them."""
+    timed side by side, in rounds that take turns, and a ratio table is made of them. `num_left_out`: how many more it
+    has, of which these were chosen."""
 
     name: str
     cases: tuple[Case, ...]
     interleaved: bool = False
     description: str = ""
+    num_left_out: int = 0
 
     def __post_init__(self) -> None:
         # It becomes part of a directory's name.

@@ -24,9 +24,9 @@ def suites_table() -> Table:
         try:
             suite = suites.load(name)
         except ValueError as error:
-            table.add_row(name, "-", Text(str(error), style="red"))
+            _add(table, name, "-", Text(str(error), style="red"))
         else:
-            table.add_row(name, str(len(suite.cases)), suite.description)
+            _add(table, name, str(len(suite.cases)), suite.description)
     return table
 
 
@@ -47,10 +47,10 @@ def implementations_table() -> RenderableType:
             missing = loaded.unavailable()
         except Exception as error:  # whatever a third-party library raises while it is imported
             missing = f"{type(error).__name__}: {error}"
-            table.add_row(name, "-", "-", _availability(missing), "-")
+            _add(table, name, "-", "-", _availability(missing), "-")
         else:
             degrees = ", ".join(support.axes(loaded)) or "-"
-            table.add_row(name, loaded.strategy, degrees, _availability(missing), implementation_options(loaded))
+            _add(table, name, loaded.strategy, degrees, _availability(missing), implementation_options(loaded))
         if missing is not None:
             reasons.setdefault(" ".join(missing.split()), []).append(name)
     notes = [Text(f" {', '.join(names)}: {reason}", style="yellow") for reason, names in reasons.items()]
@@ -66,7 +66,7 @@ def refusals_table() -> Table:
         except Exception:  # implementations_table tells
             continue
         for kind, reason in support.refusals(loaded):
-            table.add_row(name, f"awkward:kind={kind}", reason)
+            _add(table, name, f"awkward:kind={kind}", reason)
     return table
 
 
@@ -76,7 +76,7 @@ def workloads_table() -> Table:
     for name in models.names():
         module = importlib.import_module(f"harness.models.{name}")
         about = (inspect.getdoc(module) or "").partition("\n\n")[0].replace("\n", " ")
-        table.add_row(name, about, builder_options(module))
+        _add(table, name, about, builder_options(module))
     return table
 
 
@@ -123,7 +123,12 @@ def _availability(missing: str | None) -> Text:
 
 
 def _table(title: str, *headers: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table = Table(title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD)
     for header in headers:
         table.add_column(header, justify="right" if header == "cases" else "left", overflow="fold")
     return table
+
+
+def _add(table: Table, *cells: str | Text) -> None:
+    """A row of text, which may look like markup: docstrings, descriptions and defaults are other people's."""
+    table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in cells))

@@ -109,7 +109,7 @@ def blocks_table(workload: Workload, blocks: Sequence[BlockCosts]) -> Table:
         rows.append((block.name, shown))
     for shown, alike in groupby(rows, key=lambda row: row[1]):
         names = [name for name, _ in alike]
-        table.add_row(_span(names), str(len(names)), *shown)
+        table.add_row(*map(Text, (_span(names), str(len(names)), *shown)))
     every = {parameter.name: parameter for block in blocks for parameter in block.parameters}.values()
     table.add_section()
     table.add_row(
@@ -165,7 +165,8 @@ class _Stages:
             ends = (stage, blocks.start, blocks.stop)
             held = foreseen.in_flight[stage] * activations(*ends)
             table.add_row(
-                *(str(stage), str(stage % self._request.num_ranks), _span([self._blocks[b].name for b in blocks])),
+                *(str(stage), str(stage % self._request.num_ranks)),
+                Text(_span([self._blocks[b].name for b in blocks])),
                 f"{self._costs['parameters'](*ends):,.0f}",
                 figure(self._costs["flops"](*ends) / all_flops if all_flops else None, 100),
                 *([figure(self._costs["time"](*ends), 1e3)] if "time" in self._costs else []),
@@ -265,7 +266,8 @@ def _span(names: Sequence[str]) -> str:
 
 
 def _table(title: str, *headers: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, collapse_padding=True)
+    heading = Text(title, style="bold")
+    table = Table(title=heading, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)
     words = ("block", "kind", "hands on", "blocks", "--partition", "blocks a stage")
     for header in headers:
         table.add_column(header, justify="left" if header in words else "right", overflow="fold")

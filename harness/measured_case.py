@@ -306,7 +306,7 @@ class MeasuredCase:
             self.nodes.close()
             self.nodes = None
 
-    def result(self, suite: str, suite_run: str) -> Result:
+    def result(self, suite: str, suite_run: str, num_suite_cases: int = 0) -> Result:
         """What became of it. A figure that is not finite is no measurement: it is left out, and the case has failed."""
         finite = {name: value for name, value in self.metrics.items() if math.isfinite(value)}
         if self.status == "ok" and (lost := sorted(self.metrics.keys() - finite.keys())):
@@ -327,6 +327,7 @@ class MeasuredCase:
             other_work=self.other_work,
             suite=suite,
             suite_run=suite_run,
+            num_suite_cases=num_suite_cases,
             started=self.started,
             duration_seconds=self.seconds,
         )

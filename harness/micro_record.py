@@ -8,9 +8,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from harness.run_record import RunRecord
+from harness.run_record import SOFTWARE, RunRecord
 
 MICRO_EXPERIMENT = "meshmark/micro"
+ENVIRONMENT = "meshmark_environment"  # in a session's file, as harness.environment describes it
+_FINGERPRINTS = ("machine_fingerprint", "environment_fingerprint")
 _FIGURES = ("median", "iqr", "min")  # of each benchmark, in seconds
 
 
@@ -31,9 +33,11 @@ def read(path: Path) -> RunRecord:
             for name, stats in benchmarks.items()
             for figure in _FIGURES
         }
-        machine, commit = data["machine_info"], data["commit_info"]
+        machine, commit, environment = data["machine_info"], data["commit_info"], data.get(ENVIRONMENT, {})
+        fingerprints = {name: str(environment[name]) for name in _FINGERPRINTS if environment.get(name)}
+        software = {f"environment.{name}": str(environment[name]) for name in SOFTWARE if environment.get(name)}
         ended = began + sum(float(stats["total"]) for stats in benchmarks.values())
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{path}: expected a session of pytest-benchmark, got {reason}") from error
     if not benchmarks:
@@ -50,10 +54,13 @@ def read(path: Path) -> RunRecord:
             "commit": str(commit.get("id", "")),
             "dirty": json.dumps(bool(commit.get("dirty"))),
             "machine": str(machine.get("node", "")),
+            "device": "cpu",
+            **fingerprints,
         },
         params={
             "machine.cpu": str((machine.get("cpu") or {}).get("brand_raw", machine.get("processor", ""))),
             "environment.python": str(machine.get("python_version", "")),
+            **software,
         },
         metrics={"benchmarks": float(len(benchmarks)), **metrics},
         artifacts={"benchmarks.json": text},

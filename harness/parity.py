@@ -124,7 +124,8 @@ def compare(case: Trajectory, reference: Trajectory, tolerance: Tolerance) -> Pa
 
 def _as_told(tolerance: Tolerance) -> dict[str, float]:
     told = {f.name: getattr(tolerance, f.name) for f in fields(tolerance) if f.name not in ("lane", "first_step")}
-    return told if tolerance.first_step is None else {**told, "first_gradient": tolerance.first_step.gradient}
+    first = tolerance.first_step
+    return told if first is None else {**told, "first_loss": first.loss, "first_gradient": first.gradient}
 
 
 def departures(found: Iterable[Difference], tolerance: Tolerance) -> list[Difference]:

@@ -304,7 +304,7 @@ def _title(results: Sequence[Result]) -> str:
 
 def _table(title: str, all_columns: Sequence[Column], rows: Sequence[Any], width: int) -> Table:
     shown = [column for column in all_columns if column.from_width <= width]
-    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 0))
+    made = Table(title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0))
     for column in shown:
         made.add_column(
             "\n".join(column.header.rsplit(" ", 1)) if column.numeric else column.header,

@@ -68,6 +68,7 @@ class Result:
     other_work: str | None = None  # what its options have it do otherwise than the recipe says
     suite: str = ""
     suite_run: str = ""
+    num_suite_cases: int = 0  # of its suite, with those that its run left out; 0: not known
     started: float = 0.0  # seconds since the epoch
     duration_seconds: float = 0.0
     verdict: str | None = None

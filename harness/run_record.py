@@ -91,6 +91,7 @@ def case_record(result: Result, directory: Path) -> RunRecord:
         "explanation": result.parity and result.parity.explanation,
         "not_finite": ", ".join(not_finite),
         "device": (result.environment.get("device") or {}).get("kind"),
+        "suite_cases": result.num_suite_cases or None,
         "emulated": bool(result.environment.get("emulated", False)),
         "libraries": " ".join(f"{name}=={version}" for name, version in libraries.items()),
     }

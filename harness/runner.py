@@ -90,6 +90,7 @@ def _run(
     groups = [group for group in _groups(suite) if _has_to_run(group, earlier, engine)]
     due = [case for group in groups for case in group]
     progress.suite_started(suite, due)
+    num_suite_cases = len(suite.cases) + suite.num_left_out
     is_timed = any(case.measurement.timed_steps for case in due)
     canary_figures = _canary_figures(canary, progress) if canary is not None and is_timed else {}
     shared = directory.resolve() if engine.shares_files else None
@@ -113,7 +114,7 @@ def _run(
                 ]
                 with closing(_run_group(members)) as finished:
                     for measured in finished:
-                        earlier[measured.case.id] = measured.result(suite.name, suite_run)
+                        earlier[measured.case.id] = measured.result(suite.name, suite_run, num_suite_cases)
                         _write(directory, earlier[measured.case.id])
                         progress.case_finished(earlier[measured.case.id])
         finally:

@@ -76,4 +76,4 @@ def select(suite: Suite, pattern: str) -> Suite:
             f"--only {pattern!r} matches none of the {len(suite.cases)} cases of {suite.name}; "
             f"the first one reads {description(suite.cases[0])!r}"
         )
-    return replace(suite, cases=chosen)
+    return replace(suite, cases=chosen, num_left_out=suite.num_left_out + len(suite.cases) - len(chosen))

@@ -77,6 +77,7 @@ function showRanking(result, data, place, bytes) {
 
 function parityBadge(one) {
   if (one.same === null) return element("span", { class: "badge" }, one.basis === "measured" ? "not held" : one.basis);
+  if (one.same && one.otherWork !== null) return element("span", { class: "badge" }, "same model, other work");
   return element("span", { class: `badge ${one.same ? "ok" : "bad"}` }, one.same ? "same model" : "another model");
 }
 
@@ -160,7 +161,7 @@ function scatter(ranking, bytes, unit) {
   const block = {
     kind: "figure",
     title: "Memory and speed",
-    note: "Up and to the left is better. On the dotted front nothing else is both faster and smaller; hollow marks do not fit, or train another model.",
+    note: "Up and to the left is better. On the dotted front nothing else is both faster and smaller; hollow marks do not fit, do other work, or train another model.",
     traces: [line, trace],
     names,
     layout: {
@@ -196,7 +197,7 @@ const RANKING_COLUMNS = [
 ];
 
 function rankingElement(ranking, unit) {
-  const fastest = Math.max(0, ...ranking.map((one) => one.speed || 0));
+  const fastest = Math.max(0, ...ranking.filter((one) => one.state === "fits").map((one) => one.speed || 0));
   const head = element("tr");
   const body = element("tbody");
   const rows = ranking.map((one, position) => {

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from harness.choosing.origins import machine_of
 from harness.choosing.work import settings_of, work_of
 from harness.result import Result
 
@@ -52,7 +53,7 @@ class Candidate:
     """One way to train. What is not known is None. `state_bytes` by category, of the rank that holds most. With the
     basis `predicted` memory and bytes are, `another link` has them from where only the link was another one, and
     neither has a time; `memory_basis` is that of the memory alone. `trains_the_same` is None where nothing was held
-    against the reference."""
+    against the reference; `other_work` says what it does otherwise than the recipe, which parity may not show."""
 
     work: str
     precision: str
@@ -76,6 +77,7 @@ class Candidate:
     exposed_ratio: float | None = None
     bubble_ratio: float | None = None
     trains_the_same: bool | None = None
+    other_work: str | None = None
     case_id: str = ""
 
     @property
@@ -107,14 +109,10 @@ def latest(results: Iterable[Result]) -> list[Result]:
     """The latest of each case and machine, whatever it was compared with, in the order in which they were measured."""
     found: dict[tuple[str, str], Result] = {}
     for result in sorted(results, key=lambda result: result.started):
-        key = (replace(result.case, comparison="").id, _machine(result))
+        key = (replace(result.case, comparison="").id, machine_of(result))
         found.pop(key, None)
         found[key] = result
     return list(found.values())
-
-
-def _machine(result: Result) -> str:
-    return str(result.environment.get("machine_fingerprint", ""))
 
 
 def _candidate(result: Result) -> Candidate:
@@ -128,7 +126,7 @@ def _candidate(result: Result) -> Candidate:
     return Candidate(
         work=work_of(case.workload),
         precision=case.precision,
-        machine=_machine(result),
+        machine=machine_of(result),
         place=Place(
             num_devices=case.world_size,
             num_nodes=topology.num_nodes,
@@ -152,6 +150,7 @@ def _candidate(result: Result) -> Candidate:
         exposed_ratio=metrics.get("communication.exposed_ratio"),
         bubble_ratio=metrics.get("pipeline.bubble_ratio"),
         trains_the_same=False if result.status == _PARTS else None if parity is None else parity.ok,
+        other_work=None if result.other_work is None else " ".join(result.other_work.split()),
         case_id=case.id,
     )
 
@@ -185,8 +184,8 @@ def strategy_of(result: Result) -> str:
 
 def one_process(found: Sequence[Candidate], work: str, precision: str, machine: str) -> Candidate | None:
     """The single process that does the same work, on the same machine if it was measured there."""
-    wanted = (work, precision, SINGLE, "ok")
-    alike = [one for one in found if (one.work, one.precision, one.strategy, one.status) == wanted]
+    wanted = (work, precision, SINGLE, "ok", None)
+    alike = [one for one in found if (one.work, one.precision, one.strategy, one.status, one.other_work) == wanted]
     # One micro-batch first: how many there are is a way to save memory, which the others may not have taken.
     alike.sort(key=lambda one: (one.machine != machine, one.label != one.implementation))
     return next(iter(alike), None)

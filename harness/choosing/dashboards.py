@@ -61,11 +61,12 @@ def predictions(
 
 
 def _best_settings(results: Sequence[Result], own: Sequence[Candidate]) -> list[Setting]:
-    """Of each strategy the setting that was fastest anywhere in this work."""
+    """Of each strategy the setting that was fastest anywhere in this work, of those that do all of it."""
     fastest: dict[str, Candidate] = {}
     for one in own:
         held = fastest.get(one.strategy)
-        if one.status == "ok" and (held is None or (one.units_per_second or 0.0) > (held.units_per_second or 0.0)):
+        does_it = one.status == "ok" and one.other_work is None
+        if does_it and (held is None or (one.units_per_second or 0.0) > (held.units_per_second or 0.0)):
             fastest[one.strategy] = one
     wanted = {one.case_id for one in fastest.values()}
     return settings_in(result for result in results if result.case.id in wanted)

@@ -120,8 +120,11 @@ def why(candidate: Candidate, state: str, fitting: Fitting) -> str:
         return f"Needs {mebibytes(candidate.peak_bytes)} on a device{_foreseen(candidate)}."
     if state == "memory unknown":
         return "What it needs was not measured, and is not foreseen."
+    if state == "other work":
+        return f"Other work: {_shortened(candidate.other_work or '')}"
     if state == "another model":
-        return f"Trains another model: {_shortened(candidate.reason) or 'it parts from the reference'}"
+        also = f"; other work: {_shortened(candidate.other_work)}" if candidate.other_work else ""
+        return f"Trains another model: {_shortened(candidate.reason) or 'it parts from the reference'}{also}"
     return f"{candidate.status.capitalize()}: {_shortened(candidate.reason) or 'no reason was given'}"
 
 
@@ -215,7 +218,8 @@ def _beside_one_process(fitting: Fitting) -> str:
 
 
 def _trains(candidate: Candidate) -> bool:
-    return candidate.status == "ok" and candidate.trains_the_same is not False and bool(candidate.state_bytes)
+    does_its_work = candidate.trains_the_same is not False and candidate.other_work is None
+    return candidate.status == "ok" and does_its_work and bool(candidate.state_bytes)
 
 
 def _change(before: float, after: float) -> str:

@@ -151,6 +151,7 @@ def _loaded(name: str) -> tuple[type[implementation.Implementation] | None, str]
 
 def _foreseen(case: Case, strategy: str, machine: str) -> Candidate:
     status, reason, metrics = "ok", "", {}
+    other_work = None
     workload = in_precision(models.load(case.workload), case.precision)
     kind, missing = _loaded(case.implementation)
     if kind is None:
@@ -158,12 +159,19 @@ def _foreseen(case: Case, strategy: str, machine: str) -> Candidate:
     elif refusal := kind.unsupported(workload, case.layout, _CPU, case.options):
         status, reason = "unsupported", refusal
     else:
+        other_work = kind.other_work(workload, case.layout, case.options)
         metrics = predicted(workload, kind, case.layout, case.options)
         wire_bytes = kind.predicted_wire_bytes(workload, registry(workload), case.layout, case.options)
         if wire_bytes is not None:
             metrics["communication.bytes_per_step"] = float(wire_bytes)
     # One reading of a case's name and place, whether it ran or not.
-    result = Result(case=case, status="unsupported", strategy=strategy, environment={"machine_fingerprint": machine})
+    result = Result(
+        case=case,
+        status="unsupported",
+        strategy=strategy,
+        environment={"machine_fingerprint": machine},
+        other_work=other_work,
+    )
     peak = metrics.get("memory.predicted_peak_bytes")
     return replace(
         candidates([result])[0],

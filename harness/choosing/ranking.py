@@ -15,7 +15,7 @@ from typing import Literal
 from harness.choosing.candidates import Candidate, Place
 from harness.choosing.explanation import Fitting, Group, why
 
-State = Literal["fits", "too large", "memory unknown", "another model", "no result"]
+State = Literal["fits", "too large", "memory unknown", "other work", "another model", "no result"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Situation:
 @dataclass(frozen=True, kw_only=True)
 class Ranked:
     """A candidate among the others. `rank` counts from 1 among those that fit and have a time; `on_front`: no other
-    that trains the same model is both faster and smaller."""
+    that trains the same model by the same recipe is both faster and smaller."""
 
     candidate: Candidate
     state: State
@@ -74,7 +74,7 @@ class Contest:
         known = [one for one in candidates if _needs_memory(one)]
         self._by_speed = sorted(known, key=_speed_order)
         self._by_size = sorted(known, key=_size_order)
-        order: tuple[State, ...] = ("memory unknown", "another model", "no result")
+        order: tuple[State, ...] = ("memory unknown", "other work", "another model", "no result")
         others = [(one, _state(one, 0.0)) for one in sorted(candidates, key=_size_order) if not _needs_memory(one)]
         self._others = sorted(others, key=lambda pair: order.index(pair[1]))
         self._front = {id(one) for one in _front(known)}
@@ -82,7 +82,7 @@ class Contest:
         self._said: dict[tuple[object, ...], str] = {}
 
     def is_on_front(self, candidate: Candidate) -> bool:
-        """Whether no other that trains the same model is both faster and smaller."""
+        """Whether no other that trains the same model by the same recipe is both faster and smaller."""
         return id(candidate) in self._front
 
     def ranking(self, memory_bytes: float) -> list[Ranked]:
@@ -138,6 +138,8 @@ def _state(candidate: Candidate, memory_bytes: float) -> State:
         return "another model"
     if candidate.status != "ok":
         return "no result"
+    if candidate.other_work is not None:
+        return "other work"
     if candidate.peak_bytes is None:
         return "memory unknown"
     return "fits" if candidate.peak_bytes <= memory_bytes else "too large"

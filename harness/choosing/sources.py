@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from harness import tracking
+from harness.choosing.origins import MACHINE
+from harness.choosing.work import work_of
 from harness.regression import clocks, history
 from harness.regression.history import CaseRun
 from harness.result import Result, read
 
 _RESULT = "result.json"
-_MACHINE = "machine_fingerprint"
 
 
 def from_directories(directories: Iterable[Path]) -> list[Result]:
@@ -28,9 +29,14 @@ def case_runs_in_store() -> list[dict[str, Any]]:
     return [run for run in tracking.read_runs() if case_id(run)]
 
 
-def from_store(runs: Sequence[Mapping[str, Any]], suite_runs: Sequence[str] = ()) -> list[Result]:
-    """The results of those suite runs among the tracker's `runs`; of the latest one of each suite where none is named.
-    ValueError where there is none, ConnectionError where the tracker cannot be read."""
+def from_store(
+    runs: Sequence[Mapping[str, Any]], suite_runs: Sequence[str] = (), machine: str | None = None
+) -> list[Result]:
+    """The results of those suite runs among the tracker's `runs`; of the latest one of each suite where none is named,
+    on the machine whose fingerprint begins with `machine`, on whichever where that is None. ValueError where there is
+    none, ConnectionError where the tracker cannot be read."""
+    if machine is not None:
+        runs = _on_machine(runs, machine)
     wanted = list(suite_runs) or latest_of_each_suite(runs)
     known = {suite_run(run) for run in runs}
     for name in wanted:
@@ -47,11 +53,11 @@ def from_store(runs: Sequence[Mapping[str, Any]], suite_runs: Sequence[str] = ()
 def on_their_machines(results: Iterable[Result]) -> list[Result]:
     """A case that never started tells of no machine: it is put on the one where the others of its suite run ran."""
     found = list(results)
-    machines = {r.suite_run: r.environment[_MACHINE] for r in found if _MACHINE in r.environment}
+    machines = {r.suite_run: r.environment[MACHINE] for r in found if MACHINE in r.environment}
     return [
         r
-        if _MACHINE in r.environment or r.suite_run not in machines
-        else replace(r, environment={**r.environment, _MACHINE: machines[r.suite_run]})
+        if MACHINE in r.environment or r.suite_run not in machines
+        else replace(r, environment={**r.environment, MACHINE: machines[r.suite_run]})
         for r in found
     ]
 
@@ -67,8 +73,49 @@ def nights_from_store(runs: Iterable[Mapping[str, Any]], suites: Collection[str]
 
 
 def latest_of_each_suite(runs: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The suite runs that began last."""
-    return [clocks.in_order(began)[-1] for began in _began(runs).values()]
+    """The suite runs that began last. Where the last one of a suite has but some of its cases, those before it on the
+    same machine complete it, back to one that has all."""
+    cases: dict[str, list[Mapping[str, Any]]] = {}
+    for run in runs:
+        cases.setdefault(suite_run(run), []).append(run)
+    found = []
+    for began in _began(runs).values():
+        last, *earlier = reversed(clocks.in_order(began))
+        found.append(last)
+        if not _is_whole(cases[last]):
+            for name in earlier:
+                if _machines(cases[name]) == _machines(cases[last]):
+                    found.append(name)
+                    if _is_whole(cases[name]):
+                        break
+    return found
+
+
+def _is_whole(cases: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a suite run has all cases of its suite; one that does not say how many these are is taken for whole."""
+    return len({case_id(run) for run in cases}) >= max(int(run.get("tags.suite_cases", 0)) for run in cases)
+
+
+def _machines(cases: Iterable[Mapping[str, Any]]) -> set[str]:
+    return {name for run in cases if (name := str(run.get(f"tags.{MACHINE}", "")))}
+
+
+def _on_machine(runs: Sequence[Mapping[str, Any]], machine: str) -> list[Mapping[str, Any]]:
+    """The suite runs on it, with their cases that never started."""
+    there = {suite_run(run) for run in runs if str(run.get(f"tags.{MACHINE}", "")).startswith(machine)}
+    if not there:
+        known = ", ".join(sorted(_machines(runs))) or "none"
+        raise ValueError(f"--machine {machine}: expected the fingerprint of a machine in MLflow: {known}")
+    return [run for run in runs if suite_run(run) in there]
+
+
+def places_of_work(runs: Iterable[Mapping[str, Any]]) -> set[tuple[str, str, str]]:
+    """Every work, precision and machine that the tracker's `runs` have."""
+    return {
+        (work_of(run["params.workload"]), run.get("params.precision", ""), run[f"tags.{MACHINE}"])
+        for run in runs
+        if f"tags.{MACHINE}" in run and "params.workload" in run
+    }
 
 
 def dated_soundly(

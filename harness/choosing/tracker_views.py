@@ -35,6 +35,7 @@ def view(unit: str) -> str:
         "selectedColumns": [
             _column("tags", "strategy"),
             _column("tags", "status"),
+            _column("tags", "other_work"),
             *(_column("metrics", name) for name in (speed, *_METRICS)),
             _column("params", "workload"),
         ],

@@ -19,7 +19,8 @@ _SuiteRuns = Annotated[
     typer.Option(
         "--suite-run",
         metavar="ID",
-        help="A suite run in MLflow; may be repeated. Default: the latest of each suite.",
+        help="A suite run in MLflow; may be repeated. Default: the latest of each suite, and where it has but some of "
+        "the suite's cases, those before it for the others.",
         show_default=False,
     ),
 ]
@@ -55,6 +56,14 @@ def choose(
         float | None, typer.Option(metavar="MBITS", help="The rate of each node's link; unshaped by default.")
     ] = None,
     delay_ms: Annotated[float, typer.Option(metavar="MS", help="The delay between two nodes.")] = 0.0,
+    machine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ID",
+            help="The machine that measured, or the beginning of its fingerprint. Default: the last one.",
+            show_default=False,
+        ),
+    ] = None,
     suite_run: _SuiteRuns = None,
     results: _Directories = None,
     as_json: JsonOption = False,
@@ -77,16 +86,16 @@ def choose(
         if devices < 1:
             raise ValueError(f"--devices: expected at least 1, got {devices}")
         Topology.of(devices, nodes, link_mbits=link_mbits, delay_ms=delay_ms)
-        if results:
-            found = sources.from_directories(results)
-        else:
-            found = sources.from_store(_runs_in_store(suite_run or ()), suite_run or ())
+        stored = [] if results else _runs_in_store(suite_run or ())
+        found = sources.from_directories(results) if results else sources.from_store(stored, suite_run or (), machine)
         said = answer.answer(
             found,
             model=model,
             precision=precision,
             place=Place(num_devices=devices, num_nodes=nodes, link_mbits=link_mbits, delay_ms=delay_ms),
             memory_bytes=parse_bytes(memory),
+            machine=machine,
+            elsewhere=sources.places_of_work(stored),
             on_progress=lambda text: print(text, file=sys.stderr),
         )
     if as_json:
@@ -118,7 +127,8 @@ def dashboard(
 
     [bold]meshmark dashboard --results results/a --results results/b[/]  several runs in one page
     """
-    from harness.choosing import dashboards, sources
+    from harness.choosing import dashboards, origins, sources
+    from harness.choosing.candidates import latest
 
     with bad_input():
         if any(number < 0 for number in predict or ()):
@@ -133,10 +143,13 @@ def dashboard(
         predicted = dashboards.predictions(found, counts, lambda text: print(text, file=sys.stderr))
         text = dashboards.made(found, nights, predicted)
         out.write_text(text, encoding="utf-8")
-    print(f"{out}: {len(found)} cases")
+    shown = latest(found)
+    print(f"{out}: {len(shown)} cases of {origins.suite_runs(shown)}")
+    for sentence in origins.completed(found):
+        print(sentence)
     if not no_upload:
         with warning_line():
-            taken = dashboards.publish(text, {result.suite_run for result in found if result.suite_run})
+            taken = dashboards.publish(text, {result.suite_run for result in shown if result.suite_run})
             print(f"in MLflow beside {', '.join(taken)}" if taken else "not in MLflow: none of its suite runs is there")
     if open_it:
         webbrowser.open(out.resolve().as_uri())

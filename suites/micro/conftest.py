@@ -1,15 +1,16 @@
-"""What micro-benchmarks share: ranks, and the way from their clocks into pytest-benchmark."""
+"""What micro-benchmarks share: ranks, the way from their clocks into pytest-benchmark, and where they ran."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from harness import environment, micro_record
 from harness.case import Case, Measurement
 from harness.launch import emulated
 from harness.launch.emulated import EmulatedNodes
@@ -96,6 +97,13 @@ class Ranks:
         return launch
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_update_json(output_json: dict[str, Any]) -> None:
+    """Beside what pytest-benchmark tells of the machine, which is compared with what was saved: this has the commit."""
+    with one_thread():
+        output_json[micro_record.ENVIRONMENT] = environment.describe("cpu")
+
+
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     started = Ranks(tmp_path_factory.mktemp("ranks"))
@@ -103,10 +111,18 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     started.close()
 
 
-@pytest.fixture(autouse=True)
+@contextmanager
 def one_thread() -> Iterator[None]:
     """As in a rank."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def with_one_thread() -> Iterator[None]:
+    with one_thread():
+        yield

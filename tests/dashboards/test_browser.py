@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from harness.choosing.candidates import one_process
 from harness.choosing.ranking import rank, thresholds
 from harness.layout import Layout
 from harness.result import Result
-from tests.harness.choosing.scenes import EVERYTHING, MACHINE, MIB, WORK, result
+from tests.harness.choosing.scenes import CLIPPED, EVERYTHING, HELD, MACHINE, MIB, WORK, result
 
 pytestmark = pytest.mark.browser
 PAGES = ("choose", "memory", "communication", "scaling", "parity", "pipeline", "history")
@@ -203,6 +203,44 @@ def test_units_best_answer_and_what_is_greyed(browser: Any, dashboard: Path) -> 
     seen.page.select_option("#memory-unit", "MiB")
     seen.page.fill("#memory", "1")
     assert seen.page.locator(".answer").text_content().startswith("Nothing fitsThe smallest, native.zero stage=3")
+    seen.page.close()
+
+
+def test_other_work_is_greyed_and_labelled_and_never_the_answer(browser: Any, tmp_path: Path) -> None:
+    seen = visit(browser, written(tmp_path, *RESULTS, CLIPPED))
+    seen.page.select_option("#devices", "2")
+    for mib in ("40", "22"):
+        seen.page.fill("#memory", mib)
+        assert "clipping" not in seen.page.locator(".answer .best").text_content()
+        (row,) = [row for row in seen.ranking() if "clipping" in row[1]]
+        assert row[0] == ""
+        assert row[2:] == ("Other work: gradients are clipped at 1, DeepSpeed's default", "other work")
+    own = seen.page.locator("#ranking tr[data-state='other work']")
+    assert "greyed" in own.get_attribute("class")
+    assert own.locator(".badge").text_content() == "same model, other work"
+    assert seen.complaints == []
+    seen.page.close()
+
+
+def test_what_is_beyond_its_own_tolerance_is_crossed_within_another_s_band(browser: Any, tmp_path: Path) -> None:
+    def run(name: str, tolerance: float) -> Result:
+        held = replace(HELD, tolerance={**HELD.tolerance, "loss": tolerance})
+        samples = {"losses": [4.0, 4.0, 4.00004], "reference_losses": [4.0, 4.0, 4.0]}
+        return result(name, parity=held, samples=samples)
+
+    seen = visit(browser, written(tmp_path, run("native.ddp", 2e-6), run("torch.ddp", 5e-5)))
+    seen.turn_to("parity")
+    assert seen.page.locator("#page-parity .legend").text_content().endswith("beyond what its case is allowed")
+    assert seen.page.locator("#page-parity .plot .point").count() == 3 + 3 + 1
+    boxes = seen.page.evaluate(
+        """[...document.querySelectorAll('#page-parity .annotation-text')].map((one) => {
+            const { top, bottom } = one.getBoundingClientRect();
+            return [one.textContent, top, bottom]; })"""
+    )
+    (every, below, _), (some, _, above) = boxes
+    assert (every, some) == ("allowed to every case: 2.0e-06", "allowed to some: 5.0e-05")
+    assert above <= below, "one above its limit, the other below"
+    assert seen.complaints == []
     seen.page.close()
 
 

@@ -30,6 +30,39 @@ def test_it_asks_nothing_of_any_network() -> None:
     assert "default-src 'none'" in text
 
 
+def source(*results: Result) -> list[str]:
+    written = re.search(r'id="data">(.*?)</script>', made(*results), re.DOTALL)
+    assert written is not None
+    lines: list[str] = json.loads(written[1])["source"]
+    return lines
+
+
+def test_it_names_every_machine_and_commit_and_no_number_that_nobody_knows() -> None:
+    assert source(*EVERYTHING) == [
+        "sharding-20300101",
+        "a processor, 2 cores, torch 2.13.0",
+        "2025-01-01",
+        "commit 0123456789",
+    ]
+    environment = {**EVERYTHING[0].environment, "physical_cores": None, "torch": "2.14.0", "commit": "fedcba9876543210"}
+    other = {**environment, "machine_fingerprint": "machine-b"}
+    assert source(*EVERYTHING, result("native.ddp", environment=other, suite_run="later"))[:3] == [
+        "sharding-20300101, later",
+        "machine machine-a: a processor, 2 cores, torch 2.13.0",
+        "machine machine-b: a processor, torch 2.14.0",
+    ]
+    assert source(result("native.ddp", environment=environment))[1] == "a processor, torch 2.14.0"
+    assert source(*EVERYTHING, result("native.ddp", environment=other))[-1] == "commits 0123456789, fedcba9876"
+
+
+def test_it_says_which_cases_are_of_which_run() -> None:
+    part = result("native.ddp", suite_run="sharding-20300102", started=1.9e9, num_suite_cases=len(EVERYTHING))
+    assert source(*EVERYTHING, part)[:2] == [
+        "sharding-20300101, sharding-20300102",
+        "suite sharding: 1 case of sharding-20300102, 10 of sharding-20300101",
+    ]
+
+
 def test_text_of_results_stays_in_its_place() -> None:
     hostile = result("native.ddp", reason=HOSTILE, status="failed", options={"note": HOSTILE}, suite=HOSTILE)
     text = made(hostile)

@@ -20,7 +20,9 @@ from harness.layout import Layout
 from harness.regression.history import CaseRun
 from harness.result import Result
 from tests.harness.choosing.scenes import (
+    CLIPPED,
     EVERYTHING,
+    HELD,
     MACHINE,
     MIB,
     ON_ONE_NODE,
@@ -143,6 +145,45 @@ def test_communication_shows_bytes_shares_and_what_crosses_a_nodes_link() -> Non
     assert (stage_3["x"], stage_3["y"]) == (["2 x 2 at 200 Mbit/s"], [60])
 
 
+def test_whoever_leaves_out_an_exchange_does_not_wait_least() -> None:
+    twice = [
+        result("deepspeed.zero", Layout(data=devices), strategy="zero_1", role="peer", exposed=0.4)
+        for devices in (2, 4)
+    ]
+    parted = dataclasses.replace(
+        twice[0],
+        case=dataclasses.replace(twice[0].case, options={"stage": 0}),
+        status="parity failed",
+        metrics={**twice[0].metrics, "communication.exposed_ratio": 0.02},
+    )
+    floor = result("deepspeed.zero", strategy="zero_1", options={"transport": "none"}, role="floor", exposed=0.0)
+    (figure,) = of_kind(communication.blocks(study(*twice, CLIPPED, parted, floor)), "figure")
+    (trace,) = figure["traces"]
+    assert (trace["x"], trace["y"]) == (["2 devices", "4 devices"], [40, 40])
+    without = communication.blocks(study(CLIPPED, dataclasses.replace(parted, case=twice[1].case)))
+    assert of_kind(without, "figure") == [], "there is nobody to compare"
+
+
+@pytest.mark.parametrize("page", [memory, communication])
+def test_other_work_is_greyed_and_named_on_every_page(page: Any) -> None:
+    blocks = page.blocks(study(*ON_ONE_NODE, CLIPPED))
+    rows = [row for block in of_kind(blocks, "table") for row in block["rows"]]
+    (own,) = [row for row in rows if row["cells"][0]["text"].startswith("deepspeed.zero clipping")]
+    assert own["greyed"]
+    assert own["cells"][0]["text"] == "deepspeed.zero clipping=default (other work)"
+
+
+def test_choose_holds_other_work_behind_with_its_words() -> None:
+    stored = choose.choices(study(*ON_ONE_NODE, CLIPPED))
+    place = next(one for one in stored["places"] if one["devices"] == 2)
+    (number,) = [index for index, one in enumerate(place["candidates"]) if one["otherWork"]]
+    clipped = place["candidates"][number]
+    assert (clipped["state"], clipped["front"], clipped["same"]) == ("other work", False, True)
+    assert [place["reasons"][reason] for _, reason in clipped["whys"]] == [
+        "Other work: gradients are clipped at 1, DeepSpeed's default"
+    ]
+
+
 def scaled(devices: int, batch: int, speed: float, **more: Any) -> Result:
     work = f"gpt:size=17m,global_batch_size={batch}"
     if devices == 1:
@@ -159,6 +200,40 @@ def test_scaling_tells_strong_from_weak() -> None:
     assert [cells(weak, column) for column in (1, 2, 3, 4)] == [["2", "4"], ["4", "8"], ["150", "192"], ["94", "60"]]
     perfect = of_kind(blocks, "figure")[0]["traces"][-1]
     assert (perfect["x"], perfect["y"]) == ([1, 2, 4], [100, 200, 200]), "two cores are shared"
+
+
+def test_in_a_line_the_fastest_setting_counts_and_says_which_it_is() -> None:
+    def in_parts(devices: int, num_micro_batches: int, speed: float) -> Result:
+        work = f"gpt:size=17m,global_batch_size=4,num_micro_batches={num_micro_batches}"
+        return result("native.ddp", Layout(data=devices), workload=work, speed=speed)
+
+    results = [
+        scaled(1, 4, 100),
+        scaled(2, 4, 150),
+        in_parts(2, 4, 170),
+        in_parts(2, 2, 120),
+        in_parts(4, 2, 190),
+        scaled(4, 4, 160),
+    ]
+    found = data.studies(results)
+    blocks = scaling.blocks(found[0], found)
+    strong = of_kind(blocks, "table")[0]
+    assert [cells(strong, column) for column in (0, 1, 3)] == [["native.ddp"] * 2, ["2", "4"], ["170", "190"]]
+    assert [row["cells"][0]["under"] for row in strong["rows"]] == ["num_micro_batches=4", "num_micro_batches=2"]
+    line = of_kind(blocks, "figure")[0]["traces"][0]
+    assert line["text"] == ["native.ddp num_micro_batches=4", "native.ddp num_micro_batches=2"]
+    assert any("the fastest way through the batch counts" in block["text"] for block in of_kind(blocks, "text"))
+
+
+def test_scaling_leaves_other_work_out_and_says_so() -> None:
+    clipped = [
+        scaled(devices, 4, 900, options={"clipping": "default"}, other_work="clipped at 1") for devices in (2, 4)
+    ]
+    found = data.studies([scaled(1, 4, 100), scaled(2, 4, 150), scaled(4, 4, 160), *clipped])
+    blocks = scaling.blocks(found[0], found)
+    assert cells(of_kind(blocks, "table")[0], 3) == ["150", "160"]
+    words = "Left out, as their options depart from the recipe: native.ddp clipping=default (other work)."
+    assert words in [block["text"] for block in of_kind(blocks, "text")]
 
 
 def test_scaling_without_a_second_number_of_devices_says_so() -> None:
@@ -183,6 +258,41 @@ def test_parity_draws_the_distance_step_by_step_and_explains_a_gap() -> None:
     assert "equal to the last bit" in own["text"][0]
     (table,) = of_kind(blocks, "table")
     assert cells(table, 1).count("FAILED at step 1") == 1
+
+
+def test_a_distance_is_held_against_what_its_own_case_is_allowed() -> None:
+    """Beyond its own tolerance, and within that of another."""
+
+    def run(name: str, tolerance: float, distance: float) -> Result:
+        held = dataclasses.replace(HELD, tolerance={**HELD.tolerance, "loss": tolerance})
+        samples = {"losses": [4.0, 4.0 * (1 + distance)], "reference_losses": [4.0, 4.0]}
+        return result(name, parity=held, samples=samples)
+
+    blocks = parity.blocks(study(run("native.ddp", 2e-6, 1e-5), run("torch.ddp", 5e-5, 1e-5)))
+    (figure,) = of_kind(blocks, "figure")
+    assert [shape["y1"] for shape in figure["layout"]["shapes"]] == [2e-6, 5e-5]
+    words = [(one["text"], one["yanchor"]) for one in figure["layout"]["annotations"]]
+    assert words == [("allowed to every case: 2.0e-06", "top"), ("allowed to some: 5.0e-05", "bottom")]
+    crosses = figure["traces"][-1]
+    assert (crosses["name"], crosses["x"]) == ("beyond what its case is allowed", [1])
+    assert crosses["y"] == [pytest.approx(1e-5)]
+    assert crosses["text"] == ["native.ddp, 2 devices: off by 1.00e-05, 2.0e-06 is allowed"]
+    (within,) = [trace for trace in figure["traces"] if "torch.ddp" in trace["text"][0]]
+    assert within["text"][1] == "torch.ddp, 2 devices: off by 1.00e-05, 5.0e-05 is allowed"
+
+
+def test_the_first_step_is_held_against_what_it_is_allowed() -> None:
+    held = dataclasses.replace(HELD, tolerance={**HELD.tolerance, "loss": 1e-4, "first_loss": 2e-6})
+    samples = {"losses": [4.00004, 4.00004], "reference_losses": [4.0, 4.0]}
+    (figure,) = of_kind(parity.blocks(study(result("native.ddp", parity=held, samples=samples))), "figure")
+    assert figure["traces"][-1]["text"] == ["native.ddp, 2 devices: off by 1.00e-05, 2.0e-06 is allowed"]
+    assert figure["traces"][-1]["x"] == [0]
+
+
+def test_with_one_tolerance_there_is_one_band_and_no_cross_within_it() -> None:
+    (figure,) = of_kind(parity.blocks(study(result("native.ddp"))), "figure")
+    assert [one["text"] for one in figure["layout"]["annotations"]] == ["allowed: 2.0e-06"]
+    assert len(figure["layout"]["shapes"]) == len(figure["traces"]) == 1
 
 
 def boxes(text: str) -> list[Box]:
@@ -276,6 +386,9 @@ def test_history_marks_where_the_level_moved_and_when_software_changed() -> None
     blocks = history.blocks(study(own, nights=nights_of(own.case, [1.0] * 20 + [1.1] * 10)))
     (table,) = of_kind(blocks, "table")
     assert [cells(table, column)[0] for column in (1, 3, 4)] == ["regressed", "30", "night-20"]
+    told = dict(part.split(": ", 1) for part in table["columns"][2]["help"].split("; "))
+    assert set(told) == {"regressed", "improved", "ok", "suspect"}
+    assert told["ok"] == "the last night against its own level"
     _, figure = of_kind(blocks, "figure")
     words = [one["text"] for one in figure["layout"]["annotations"]]
     assert any(word.startswith(("+10", "+9.")) for word in words)

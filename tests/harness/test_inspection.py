@@ -83,3 +83,10 @@ def test_a_model_that_needs_values_shows_its_parameters_and_why() -> None:
 )
 def test_names_go_without_what_they_share(names: list[str], expected: list[str]) -> None:
     assert short(names) == expected
+
+
+def test_names_that_look_like_markup_stay_what_they_are() -> None:
+    written = StringIO()
+    table = inspection._table("own.py:[/] [bold]", "as wide as the title above it")
+    Console(width=160, file=written).print(table)
+    assert "own.py:[/] [bold]" in written.getvalue()

@@ -109,6 +109,7 @@ def test_what_updates_make_of_rounding_hides_nothing_at_the_first_step() -> None
     assert not parity.ok
     assert parity.first_bad_step == 0
     assert parity.tolerance["first_gradient"] == 6e-5
+    assert parity.tolerance["first_loss"] == 2e-6
 
 
 def test_a_reference_that_disagrees_with_itself_is_an_error() -> None:

@@ -345,3 +345,11 @@ def test_a_straggler_is_told_where_ranks_do_not_take_turns(environment: dict[str
     samples = {"fixed_work_seconds": [[0.1, 0.25, 0.1, 0.1]]}
     told = reasons.departures(replace(MEASURED, case=case, environment=environment, samples=samples))
     assert any("rank 1 is a straggler" in line for line in told) == is_told
+
+
+@pytest.mark.parametrize("name", ["[bold]", "[/]", "[red]x[/red]"])
+def test_titles_that_look_like_markup_stay_what_they_are(name: str) -> None:
+    workload = f"gpt:note={name}"
+    assert shown(report.table(workload, [MEASURED]))[0].strip() == workload
+    ratios = [{**RATIOS[0], "workload": workload}]
+    assert workload in "\n".join(shown(report.text([MEASURED], ratios, Path("night"))))

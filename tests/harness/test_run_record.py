@@ -117,6 +117,11 @@ def test_an_emulated_topology_is_marked():
     assert case_record(result(environment={"emulated": True}), HERE).tags["emulated"] == "true"
 
 
+def test_how_many_cases_the_suite_has_is_a_tag_where_it_is_known():
+    assert case_record(result(num_suite_cases=7), HERE).tags["suite_cases"] == "7"
+    assert "suite_cases" not in case_record(result(), HERE).tags
+
+
 def test_other_work_is_a_tag():
     assert case_record(result(other_work="clipped at 1"), HERE).tags["other_work"] == "clipped at 1"
 

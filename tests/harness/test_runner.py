@@ -377,7 +377,8 @@ def test_other_work_is_told_in_the_results_of_whatever_parity_says(tmp_path: Pat
     measurement = Measurement(parity_steps=3, timed_steps=0, communication_steps=0, memory_steps=0)
     of = {"implementation": f"{file}:Plan", "measurement": measurement}
     cases = (case("", 1, options={"bucket_bytes": 999}, **of), case("", 1, **of))
-    runner.run(Suite(name="s", cases=cases), tmp_path / "results", progress=SilentProgress())
+    runner.run(Suite(name="s", cases=cases, num_left_out=3), tmp_path / "results", progress=SilentProgress())
     found = read(tmp_path / "results")
     assert [each.status for each in found] == ["ok", "ok"]
     assert [each.other_work for each in found] == ["clips by 999 over single", None]
+    assert [each.num_suite_cases for each in found] == [5, 5], "with those that were left out"

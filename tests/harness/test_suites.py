@@ -93,7 +93,10 @@ def two_layouts() -> Suite:
     ],
 )
 def test_a_pattern_selects_cases_by_their_description(pattern: str, chosen: list[str]) -> None:
-    assert [case.implementation for case in suites.select(two_layouts(), pattern).cases] == chosen
+    selected = suites.select(two_layouts(), pattern)
+    assert [case.implementation for case in selected.cases] == chosen
+    assert selected.num_left_out == 2 - len(chosen)
+    assert suites.select(selected, pattern).num_left_out == 2 - len(chosen), "a part of a part is one of the whole"
 
 
 def test_a_case_that_names_its_machines_is_described_with_them() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import cli, micro_record, tracking
+from harness import cli, environment, micro_record, tracking
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,11 +23,11 @@ def test_from_the_ranks_clocks_to_the_store(
     session = tmp_path / "latest.json"
     chosen = "(all_reduce and 4KiB and world2) or (schedule and 1f1b)"
     # A process of a parallel run of tests is told so by its environment, and would not time anything.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     finished = subprocess.run(
         [sys.executable, "-m", "pytest", "suites/micro", "-q", "-k", chosen, f"--benchmark-json={session}"],
         cwd=ROOT,
-        env=environment,
+        env=variables,
         check=False,
         capture_output=True,
         text=True,
@@ -48,6 +49,64 @@ def test_from_the_ranks_clocks_to_the_store(
     median = next(stats["median"] for name, stats in in_ranks.items() if "ring" in name)
     assert run["metrics.median_seconds/collective/all_reduce by ring-4KiB-world2"] == pytest.approx(median)
     assert run["metrics.benchmarks"] == 6
+    here = environment.describe("cpu")
+    assert run["tags.machine_fingerprint"] == here["machine_fingerprint"], "that of every suite's cases"
+    assert len(run["tags.environment_fingerprint"]) == len(here["environment_fingerprint"])
+    assert run["params.environment.torch"] == here["torch"]
+    assert run["params.environment.threads_per_rank"] == "1"
+    assert run["tags.device"] == "cpu"
+
+
+SESSION = {
+    "datetime": "2030-01-01T00:00:00",
+    "machine_info": {"node": "here", "python_version": "3.11.7", "processor": "p"},
+    "commit_info": {"id": "c0ffee", "dirty": False},
+    "benchmarks": [{"name": "test_x", "stats": {"median": 1.0, "iqr": 0.1, "min": 0.9, "total": 5.0}}],
+}
+
+
+def test_a_session_has_the_tags_of_other_runs(tmp_path: Path) -> None:
+    path = tmp_path / "session.json"
+    path.write_text(json.dumps({**SESSION, micro_record.ENVIRONMENT: environment.describe("cpu")}))
+    own, here = micro_record.read(path), environment.describe("cpu")
+    shared = ("machine_fingerprint", "environment_fingerprint")
+    assert [own.tags[name] for name in shared] == [here[name] for name in shared]
+    assert (own.tags["commit"], own.tags["dirty"], own.tags["device"]) == ("c0ffee", "false", "cpu")
+    assert own.params["environment.torch"] == here["torch"]
+
+
+def test_a_session_that_says_nothing_of_it_is_read_all_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "session.json"
+    path.write_text(json.dumps(SESSION))
+    own = micro_record.read(path)
+    assert "machine_fingerprint" not in own.tags
+    assert own.params["environment.python"] == "3.11.7"
+
+
+def test_a_tracker_that_is_down_costs_the_session_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("nox", reason="nox is not installed here")
+    from nox.command import CommandFailed
+
+    specification = importlib.util.spec_from_file_location("noxfile", ROOT / "noxfile.py")
+    assert specification is not None
+    assert specification.loader is not None
+    noxfile = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(noxfile)
+    warned: list[str] = []
+
+    class Session:
+        posargs = ()
+
+        def run(self, program: str, *arguments: str) -> None:
+            if "upload" in arguments:
+                raise CommandFailed(reason="exit code 1")
+
+        def warn(self, text: str) -> None:
+            warned.append(text)
+
+    monkeypatch.setattr(noxfile, "install", lambda session: None)
+    noxfile.micro(Session())
+    assert warned == ["not in MLflow; later: meshmark upload .benchmarks/latest.json"]
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"datetime": "yesterday"}'])

@@ -133,6 +133,16 @@ MISSING = result(
     sent_mib=None,
     role="peer",
 )
+CLIPPED = result(
+    "deepspeed.zero",
+    strategy="zero_1",
+    options={"clipping": "default"},
+    speed=3000,
+    exposed=0.01,
+    peak_mib=21,
+    other_work="gradients are clipped at 1,\nDeepSpeed's default",
+    role="peer",
+)
 ON_ONE_NODE = (REFERENCE, DATA_PARALLEL, PEER, STAGE_1, STAGE_2, STAGE_3, FLOOR, WRONG, MISSING)
 
 SLOW_LINK = Topology(num_nodes=2, ranks_per_node=2, link_mbits=200)

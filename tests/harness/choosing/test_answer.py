@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -18,7 +19,7 @@ from harness.choosing.predictions import grown
 from harness.choosing.sources import on_their_machines
 from harness.layout import Layout
 from harness.result import append
-from tests.harness.choosing.scenes import EVERYTHING, MACHINE, MIB, MISSING, WORK, result
+from tests.harness.choosing.scenes import CLIPPED, EVERYTHING, MACHINE, MIB, MISSING, WORK, result
 
 
 def ask(place: Place, *, model: str | None = WORK, mib: float = 100.0) -> Answer:
@@ -41,6 +42,93 @@ def test_what_was_measured_is_ranked_with_its_reasons() -> None:
     assert first.split()[:1] == ["1"]
     assert [word in first for word in ("950", "34.0 MiB", "20 %", "10.0 MiB", "ok")] == [True] * 5
     assert "Unavailable: FairScale is not installed." in text(said) or "FairScale is not installed" in text(said)
+
+
+def test_other_work_is_labelled_in_words_and_dimmed() -> None:
+    said = answer(
+        [*EVERYTHING, CLIPPED], model=WORK, precision=None, place=Place(num_devices=2), memory_bytes=100 * MIB
+    )
+    assert said.ranked[0].candidate.label == "native.ddp"
+    assert "Other work: gradients are clipped at 1, DeepSpeed's default" in text(said)
+    (row,) = [line for line in text(said).splitlines() if "clipping=default" in line]
+    assert row.split()[0] == "-"
+    assert "ok, other" in row
+    strategies: Any = answers.to_json(said)["strategies"]
+    (clipped,) = [one for one in strategies if one["other_work"]]
+    assert (clipped["state"], clipped["rank"], clipped["on_front"]) == ("other work", None, False)
+
+
+def test_what_is_predicted_of_other_work_is_none_of_the_recipe_s(tmp_path: Path) -> None:
+    file = tmp_path / "plan.py"
+    file.write_text(_CLIPPING_BY_ITSELF)
+    measured = [
+        result(f"{file}:Plan", options={"bucket_bytes": 999}, workload="gpt:size=tiny", other_work="clips"),
+        result("native.ddp", workload="gpt:size=tiny"),
+    ]
+    said = answer(measured, model=None, precision=None, place=Place(num_devices=4), memory_bytes=1e9)
+    assert [(one.candidate.label, one.state) for one in said.ranked] == [
+        ("native.ddp", "fits"),
+        (f"{file}:Plan bucket_bytes=999", "other work"),
+    ]
+    assert said.ranked[1].why == "Other work: clips by 999 over data=4"
+
+
+_CLIPPING_BY_ITSELF = """
+from impls.native.ddp import *
+class Plan(NativeDataParallel):
+    @classmethod
+    def other_work(cls, workload, layout, options):
+        return f"clips by {options['bucket_bytes']} over {layout}" if "bucket_bytes" in options else None
+"""
+
+
+def test_the_machine_is_named_and_so_are_others_that_did_the_same() -> None:
+    faster = result("native.ddp", machine="machine-b", speed=2000, started=1.9e9)
+    elsewhere = {(WORK, "fp32", "machine-c"), (WORK, "bf16", "machine-d"), (WORK, "fp32", MACHINE)}
+
+    def asked(machine: str | None) -> Answer:
+        return answer(
+            [*EVERYTHING, faster],
+            model=WORK,
+            precision=None,
+            place=Place(num_devices=2),
+            memory_bytes=100 * MIB,
+            machine=machine,
+            elsewhere=elsewhere,
+        )
+
+    last = asked(None)
+    assert last.origins == ("on a processor, 2 cores, torch 2.13.0 (machine machine-b), in sharding-20300101",)
+    assert last.notes == (
+        "the same work was measured on other machines, too; --machine takes one: machine-a (a processor, 2 cores, "
+        "torch 2.13.0), machine-c",
+    )
+    assert "measured on a processor, 2 cores, torch 2.13.0 (machine machine-b)" in text(last)
+    assert answers.to_json(last)["machine"] == "machine-b"
+    assert [one.candidate.units_per_second for one in last.ranked if one.rank == 1] == [2000]
+    first = asked("machine-a")
+    assert first.situation.machine == MACHINE
+    assert [one.candidate.units_per_second for one in first.ranked if one.rank == 1] == [1000]
+    with pytest.raises(
+        ValueError, match=r"--machine z: expected the fingerprint of one that measured: machine-a, mach"
+    ):
+        asked("z")
+
+
+@pytest.mark.parametrize("name", ["[bold]", "[/]", "[red]x[/red]"])
+def test_a_workload_that_looks_like_markup_stays_what_it_is(name: str) -> None:
+    own = result("native.ddp", workload=f"gpt:note={name}")
+    said = answer([own], model=None, precision=None, place=Place(num_devices=2), memory_bytes=100 * MIB)
+    assert f"gpt note={name}, fp32: 2 devices" in text(said).splitlines()[0]
+
+
+def test_a_part_of_a_suite_is_told_of() -> None:
+    part = result("native.ddp", suite_run="sharding-20300102", started=1.9e9, num_suite_cases=12)
+    said = answer([*EVERYTHING, part], model=WORK, precision=None, place=Place(num_devices=2), memory_bytes=100 * MIB)
+    assert said.notes == (
+        "suite sharding: 1 case of sharding-20300102, 10 of sharding-20300101; 1 case of the suite was not measured",
+    )
+    assert said.origins[0].endswith(", in sharding-20300101, sharding-20300102")
 
 
 def test_over_a_link_that_was_not_measured_times_are_not_known() -> None:

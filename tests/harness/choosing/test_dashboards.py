@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from harness import cli, tracking
-from harness.choosing import dashboards, sources, tracker_views
-from harness.choosing.candidates import Place
+from harness.choosing import dashboards, origins, sources, tracker_views
+from harness.choosing.candidates import Place, latest
 from harness.result import Result, append
-from tests.harness.choosing.scenes import EVERYTHING, result
+from tests.harness.choosing.scenes import EVERYTHING, ON_ONE_NODE, result
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,7 @@ def test_from_the_store_and_back_into_it(here: Path, capsys: pytest.CaptureFixtu
     pytest.importorskip("plotly", reason="plotly is an extra")
     assert cli.main(["dashboard", "--suite-run", "sharding-20300101", "--predict", "0"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        f"dashboard.html: {len(EVERYTHING)} cases",
+        f"dashboard.html: {len(EVERYTHING)} cases of sharding-20300101",
         "in MLflow beside sharding-20300101",
     ]
     text = Path("dashboard.html").read_text(encoding="utf-8")
@@ -80,6 +82,31 @@ def test_of_each_suite_the_latest_run_counts(here: Path, tmp_path: Path) -> None
     runs = sources.case_runs_in_store()
     assert {one.suite_run for one in sources.from_store(runs)} == {"night-2", "sharding-20300101"}
     assert sorted(night.suite_run for night in sources.nights_from_store(runs, {"nightly"})) == ["night-1", "night-2"]
+
+
+def test_a_run_of_some_cases_leaves_the_others_to_the_one_before(
+    here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `meshmark run partly --only zero` leaves them."""
+    pytest.importorskip("plotly", reason="plotly is an extra")
+    whole = [replace(one, suite="partly", num_suite_cases=5) for one in ON_ONE_NODE[:5]]
+    for number, cases in enumerate((whole, whole, whole[3:4])):
+        directory = tmp_path / f"partly-{number}"
+        directory.mkdir()
+        for one in cases:
+            append(directory, replace(one, suite_run=f"partly-{number}", started=1.74e9 + number))
+        tracking.upload(directory)
+    runs = [run for run in sources.case_runs_in_store() if run["tags.suite"] == "partly"]
+    found = sources.from_store(runs)
+    assert {one.suite_run for one in found} == {"partly-2", "partly-1"}
+    assert len(latest(found)) == 5
+    assert origins.completed(found) == ["suite partly: 1 case of partly-2, 4 of partly-1"]
+    assert cli.main(["choose", "--devices", "2", "--memory", "1GiB"]) == 0
+    said = capsys.readouterr().out
+    assert "native.ddp" in said
+    assert "note: suite partly: 1 case of partly-2, 4 of partly-1" in " ".join(said.split())
+    assert cli.main(["dashboard", "--predict", "0", "--no-upload", "--out", str(tmp_path / "page.html")]) == 0
+    assert "suite partly: 1 case of partly-2, 4 of partly-1\n" in capsys.readouterr().out
 
 
 def test_a_suite_run_that_is_dated_ahead_is_taken_only_by_its_name(
@@ -129,19 +156,27 @@ def test_what_is_predicted_by_itself_is_twice_the_most_that_was_measured() -> No
     found = dashboards.predictions([own, slower], None, said.append)
     assert [(one.label, one.place, one.basis) for one in found] == [("native.ddp", Place(num_devices=4), "predicted")]
     assert said == ["predicting native.ddp data=4"], "of each strategy the fastest setting"
+    clipped = result("native.ddp", workload="gpt:size=tiny", options={"x": 1}, speed=9000, other_work="clipped at 1")
+    (again,) = dashboards.predictions([own, slower, clipped], None, said.append)
+    assert again.label == "native.ddp", "none that does other work"
     assert dashboards.predictions([own], [], said.append) == []
 
 
 def test_a_view_is_in_the_tracker_s_words() -> None:
     view = json.loads(tracker_views.view("samples"))
     assert view["orderByKey"] == "metrics.`throughput.samples_per_second`"
-    assert "tags.`strategy`" in view["selectedColumns"]
+    assert {"tags.`strategy`", "tags.`status`", "tags.`other_work`"} <= set(view["selectedColumns"])
     scatter = view["compareRunCharts"][0]
     assert (scatter["type"], scatter["yaxis"]) == (
         "SCATTER",
         {"key": "throughput.samples_per_second", "type": "METRIC"},
     )
     assert len(tracker_views.view("samples")) < 5000, "a tag holds no more"
+
+
+def test_the_tracker_whose_words_these_are_is_pinned() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if line.startswith("mlflow==")], "its form of a view is promised by nobody"
 
 
 def test_a_workload_that_is_not_here_has_no_predictions_and_costs_a_line() -> None:

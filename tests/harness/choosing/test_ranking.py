@@ -15,6 +15,7 @@ from harness.layout import Layout
 from harness.result import Result
 from tests.harness.choosing.scenes import (
     ACROSS,
+    CLIPPED,
     DATA_PARALLEL,
     EVERYTHING,
     IN_PAIRS,
@@ -48,6 +49,32 @@ def test_the_fastest_that_fits_and_trains_the_same_model_is_first() -> None:
         ("deepspeed.zero", "another model", None),
         ("fairscale.oss", "no result", None),
     ]
+
+
+def test_other_work_has_no_rank_whatever_its_speed_and_parity_and_says_what_it_does() -> None:
+    members = candidates([*ON_ONE_NODE, CLIPPED])
+    on_two = [one for one in members if one.place == Place(num_devices=2)]
+    for memory_mib in (10, 25, 100):
+        order = rank(on_two, memory_mib * MIB, ALONE)
+        (clipped,) = [one for one in order if one.candidate.other_work is not None]
+        assert (clipped.state, clipped.rank, clipped.on_front) == ("other work", None, False)
+        assert clipped.why == "Other work: gradients are clipped at 1, DeepSpeed's default"
+        position = order.index(clipped)
+        assert {one.state for one in order[:position]} <= {"fits", "too large"}
+        without = rank(ON_TWO, memory_mib * MIB, ALONE)
+        assert [one for one in order if one is not clipped] == without, "the others are not held against it"
+    assert CLIPPED.metrics["memory.peak_allocated_bytes.max_rank"] not in thresholds(on_two, ALONE)
+
+
+def test_other_work_that_parts_says_both() -> None:
+    (parted,) = rank(candidates([replace(CLIPPED, status="parity failed", reason="it parts")]), 100 * MIB)
+    assert parted.state == "another model"
+    assert parted.why == "Trains another model: it parts; other work: gradients are clipped at 1, DeepSpeed's default"
+
+
+def test_a_single_process_that_does_other_work_is_no_yardstick() -> None:
+    alone = replace(ON_ONE_NODE[0], other_work="clipped at 1")
+    assert one_process(candidates([alone]), WORK, "fp32", MACHINE) is None
 
 
 def test_a_floor_is_no_candidate() -> None:
