@@ -13,14 +13,16 @@ from dashboards.blocks import Block, cell, column, figure, missing, more, plotly
 from dashboards.data import Run, Study
 from harness.regression.change_points import segments
 from harness.regression.history import CANARY_SECONDS, CaseRun, environment_changes, nights_of
-from harness.regression.time_history import MIN_NIGHTS, last_night
+from harness.regression.time_finding import time_finding
+from harness.regression.time_history import MIN_NIGHTS
 
 TITLE = "History"
 _FEWEST = 3  # nights make a line
 _MOST_FIGURES = 8  # before the others are folded away
 _SHIFT = (
     "regressed: the last level against the fastest one; improved: against the one before it; ok: the last night "
-    "against its own level; suspect: the last level against the fastest one, or the last night against its own"
+    "against its own level; suspect: the last level against the fastest one, or the last night against its own; "
+    "environment shift: the level moved with the software, or with the machine under the same code"
 )
 
 
@@ -190,13 +192,12 @@ def _table(series: Sequence[tuple[Run, Sequence[CaseRun]]]) -> Block:
 
 
 def _line(run: Run, nights: Sequence[CaseRun]) -> Mapping[str, Any]:
-    change = last_night(_logarithms(nights))
-    judged = change.verdict != "insufficient data"
-    badge = {"regressed": "bad", "suspect": "bad", "improved": "ok", "ok": "ok"}.get(change.verdict)
+    found = time_finding(nights[-1], nights, accepted_time=0.0)
+    badge = {"regressed": "bad", "suspect": "bad", "improved": "ok", "ok": "ok"}.get(found.verdict)
     return row(
         cell(run.label, colour=f"@{run.strategy}", under=str(run.place)),
-        cell(change.verdict, badge=badge),
-        cell(change.shift if judged else None, f"{100 * change.shift:+.1f}" if judged else "-"),
+        cell(found.verdict, badge=badge),
+        cell(found.shift, "-" if found.shift is None else f"{100 * found.shift:+.1f}"),
         cell(len(nights)),
-        cell(None if change.since is None else nights[change.since].suite_run),
+        cell(found.since),
     )

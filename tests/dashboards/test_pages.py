@@ -385,9 +385,9 @@ def test_history_marks_where_the_level_moved_and_when_software_changed() -> None
     own = result("native.ddp")
     blocks = history.blocks(study(own, nights=nights_of(own.case, [1.0] * 20 + [1.1] * 10)))
     (table,) = of_kind(blocks, "table")
-    assert [cells(table, column)[0] for column in (1, 3, 4)] == ["regressed", "30", "night-20"]
+    assert [cells(table, column)[0] for column in (1, 3, 4)] == ["environment shift", "30", "night-20"]
     told = dict(part.split(": ", 1) for part in table["columns"][2]["help"].split("; "))
-    assert set(told) == {"regressed", "improved", "ok", "suspect"}
+    assert set(told) == {"regressed", "improved", "ok", "suspect", "environment shift"}
     assert told["ok"] == "the last night against its own level"
     _, figure = of_kind(blocks, "figure")
     words = [one["text"] for one in figure["layout"]["annotations"]]
