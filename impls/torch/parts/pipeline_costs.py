@@ -24,8 +24,8 @@ def memory_bytes(
     plan: PipelinePlan, workload: Workload, parameters: Sequence[LogicalParameter]
 ) -> dict[MemoryCategory, int]:
     """Each of the rank that needs most of it: parameters with their states, and a place for whatever a rank receives
-    with each micro-batch of a step, kept from step to step. What a stage hands on to another of the same rank takes the place of
-    the last step's, which is there for a moment more."""
+    with each micro-batch of a step, kept from step to step. What a stage hands on to another of the same rank takes the
+    place of the last step's, which is there for a moment more."""
     return largest_of_each(_memory_bytes(plan, workload, parameters, rank) for rank in range(plan.num_ranks))
 
 
