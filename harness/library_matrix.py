@@ -14,8 +14,6 @@ from harness.report import figure
 from harness.result import Result
 
 _SHARED_MEMORY = "shared_memory"
-_SAID_BY_THE_TABLE = ("stage", "transport")
-"""Options that the strategy and the column tell already."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +61,7 @@ def matrix(results: Sequence[Result]) -> list[Line]:
             if not peers:
                 continue
             best = min((s for m in peers if (s := _seconds(m)) is not None), default=None)
-            cells = {name: _cell([m for m in rivals if _belongs(m, name, names)], best) for name in names}
+            cells = {name: _cell([m for m in rivals if _belongs(m, name, names)], best, strategy) for name in names}
             found.append((members[0].case, strategy, cells))
     works = [(strategy, _work(case)) for case, strategy, _ in found]
     lines = []
@@ -96,19 +94,23 @@ def _may_be(result: Result, strategy: str) -> bool:
     return not result.strategy and result.case.comparison in ("", strategy)
 
 
-def _cell(settings: Sequence[Result], best_peer_seconds: float | None) -> Cell:
+def _cell(settings: Sequence[Result], best_peer_seconds: float | None, strategy: str) -> Cell:
     timed = [(seconds, setting) for setting in settings if (seconds := _seconds(setting)) is not None]
     if timed:
         seconds, fastest = min(timed, key=lambda pair: pair[0])
         ratio = "" if best_peer_seconds is None else f" ({figure(seconds / best_peer_seconds)})"
         unchecked = ", parity not checked" if fastest.parity_verdict == "not checked" else ""
-        return Cell(text=f"{figure(seconds, 1e3)} ms{ratio}{unchecked}", setting=_setting(fastest.case))
+        return Cell(text=f"{figure(seconds, 1e3)} ms{ratio}{unchecked}", setting=_setting(fastest, strategy))
     words = ("other work" if setting.status == "ok" and setting.other_work else setting.status for setting in settings)
     return Cell(text=", ".join(dict.fromkeys(words)) or "-")
 
 
-def _setting(case: Case) -> str:
-    options = [f"{key}={value}" for key, value in case.options.items() if key not in _SAID_BY_THE_TABLE]
+def _setting(result: Result, strategy: str) -> str:
+    """The options that neither the column tells, as it does the transport, nor the strategy, as it does its stage."""
+    case = result.case
+    stage = {"data_parallel": 0, "zero_1": 1, "zero_2": 2, "zero_3": 3}.get(strategy)
+    told = {"transport": _transport(result), "stage": stage}
+    options = [f"{key}={value}" for key, value in case.options.items() if value != told.get(key)]
     return " ".join([case.implementation, *options]) if options else ""
 
 

@@ -91,6 +91,13 @@ def test_a_setting_that_is_not_the_default_is_told_but_for_what_the_table_says()
     (line,) = matrix([ours, peer])
     assert line.cells["native"].setting == ""
     assert line.cells["torch"] == Cell(text="400 ms (1.00)", setting="torch.fsdp reshard_after_forward=False")
+    # Where the line's strategy is another the stage is an option like any.
+    third = {"strategy": "zero_3", "comparable_strategies": ("zero_3", "zero_2"), "case": {"options": {"stage": 3}}}
+    (line,) = matrix([ours, result("deepspeed.zero", "peer", 0.4, **third)])
+    assert line.cells["deepspeed"].setting == "deepspeed.zero stage=3"
+    piped = result("deepspeed.pipeline", "peer", 0.4, "pipeline_parallel", case={"options": {"stage": 1}})
+    (line,) = matrix([result("native.pipeline", "subject", 0.3, "pipeline_parallel"), piped])
+    assert line.cells["deepspeed"].setting == "deepspeed.pipeline stage=1"
 
 
 def test_lines_that_differ_by_link_or_comparison_alone_say_so() -> None:
