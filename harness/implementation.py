@@ -79,6 +79,8 @@ class Implementation(ABC):
     decides, see `strategy_of`."""
     libraries: ClassVar[tuple[str, ...]] = ()
     """The distributions beside torch that it is made of: their versions are part of what a result is about."""
+    sends_by_the_book: ClassVar[bool] = False
+    """Whether its closed form of bytes is its strategy's textbook, where harness/textbook.py has none."""
     makes_gradients: ClassVar[bool] = False
     """Whether autograd makes the gradients in backward, and they go before the next forward; else they have a place."""
 

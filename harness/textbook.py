@@ -17,12 +17,13 @@ that over the process group.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from harness import implementation, models
+from harness.implementation import Implementation
 from harness.layout import Layout
 from harness.measure.predicted_memory import registry
 from harness.parameters import LogicalParameter, all_reduce_wire_bytes, replicated_state_bytes
@@ -31,7 +32,6 @@ from harness.workload import Workload, in_precision
 
 METRIC = "communication.textbook_bytes_per_step"
 _ALONG_DATA = ("data_parallel", "zero_1", "zero_2", "zero_3")
-_AS_OURS: Mapping[str, str] = {"tensor_parallel": "native.tensor", "pipeline_parallel": "native.pipeline"}
 
 
 def bytes_per_step(
@@ -42,13 +42,11 @@ def bytes_per_step(
     axis = {"tensor_parallel": layout.tensor, "pipeline_parallel": layout.pipeline}.get(strategy, layout.data)
     if axis != layout.world_size or axis == 1:
         return None
-    if strategy in _AS_OURS:
-        kind = implementation.load(_AS_OURS[strategy])
-        if kind.unsupported(workload, layout, torch.device("cpu"), {}):
+    if strategy not in _ALONG_DATA:
+        kind = _by_the_book(strategy)
+        if kind is None or kind.unsupported(workload, layout, torch.device("cpu"), {}):
             return None
         return kind.predicted_wire_bytes(workload, parameters, layout, {})
-    if strategy not in _ALONG_DATA:
-        return None
     gradients = replicated_state_bytes(parameters, workload.precision, workload.training.num_moments)["gradients"]
     if strategy == "data_parallel":
         return all_reduce_wire_bytes(gradients, layout.data)
@@ -62,6 +60,12 @@ def bytes_per_step(
     return -(-(shards - 1) * exchanged // shards) + all_reduce_wire_bytes(
         -(-gradients // shards), layout.data // shards
     )
+
+
+def _by_the_book(strategy: str) -> type[Implementation] | None:
+    """An implementation that sends what the textbook of its strategy says."""
+    kinds = map(implementation.load, implementation.names())
+    return next((kind for kind in kinds if kind.sends_by_the_book and kind.strategy_of({}) == strategy), None)
 
 
 def compared_strategy(comparison: str, strategy: str, comparable_strategies: Sequence[str]) -> str:

@@ -46,6 +46,7 @@ class NativePipeline(NativeDataParallel):
     training then, but the floor under this very code."""
 
     strategy = "pipeline_parallel"
+    sends_by_the_book = True
     whose: ClassVar[str] = "native.pipeline"
 
     @classmethod

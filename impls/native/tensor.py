@@ -45,6 +45,7 @@ class NativeTensorParallel(NativeDataParallel):
     many bytes."""
 
     strategy = "tensor_parallel"
+    sends_by_the_book = True
     whose: ClassVar[str] = "native.tensor"
 
     @classmethod
