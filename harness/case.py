@@ -144,11 +144,12 @@ class Case:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Case:
+        """One that was written down before it said whether a topology was named had none where it is the plain one."""
         return cls(
             workload=data["workload"],
             implementation=data["implementation"],
             layout=Layout.parse(data["layout"]),
-            topology=None if data.get("is_unplaced") else Topology(**data["topology"]),
+            topology=_topology(data),
             options=data["options"],
             precision=data["precision"],
             role=data["role"],
@@ -157,6 +158,12 @@ class Case:
             measurement=Measurement(**data["measurement"]),
             deadline_seconds=data["deadline_seconds"],
         )
+
+
+def _topology(data: Mapping[str, Any]) -> Topology | None:
+    topology = Topology(**data["topology"])
+    is_plain = topology == Topology(ranks_per_node=topology.world_size)
+    return None if data.get("is_unplaced", is_plain) else topology
 
 
 @dataclass(frozen=True, kw_only=True)

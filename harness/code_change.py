@@ -12,7 +12,7 @@ from harness import implementation
 from harness.implementation import Implementation
 
 PLAIN_TRAINING = "native.floor"
-"""The compute-only floor: training before it is parallel, written in the same form."""
+"""The compute-only floor, as it runs without options: training before it is parallel, written in the same form."""
 
 
 def num_changed_lines(kind: type[Implementation]) -> int | None:
@@ -23,7 +23,8 @@ def num_changed_lines(kind: type[Implementation]) -> int | None:
     whatever is called counts as the call.
     """
     try:
-        plain, own = training_lines(implementation.load(PLAIN_TRAINING)), training_lines(kind)
+        plain = training_lines(implementation.load(PLAIN_TRAINING), leaves_out_options=True)
+        own = training_lines(kind)
     except (OSError, TypeError):  # typed into a console, or built by a program
         return None
     changes = SequenceMatcher(None, plain, own, autojunk=False).get_opcodes()
@@ -34,8 +35,9 @@ def num_changed_lines(kind: type[Implementation]) -> int | None:
     )
 
 
-def training_lines(kind: type[Implementation]) -> list[str]:
-    """The logical lines of the bodies of `__init__` and `train_step`."""
+def training_lines(kind: type[Implementation], *, leaves_out_options: bool = False) -> list[str]:
+    """The logical lines of the bodies of `__init__` and `train_step`; on request without what runs only `if` an option
+    is given."""
     lines = []
     for method in (kind.__init__, kind.train_step):
         (function,) = ast.parse(textwrap.dedent(inspect.getsource(method))).body
@@ -43,5 +45,12 @@ def training_lines(kind: type[Implementation]) -> list[str]:
         for node in ast.walk(function):
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
                 node.body = node.body[1:] or [ast.Pass()]
+        if leaves_out_options:
+            options = {option.arg for option in function.args.kwonlyargs}
+            function.body = [s for s in function.body if not (isinstance(s, ast.If) and _name(s.test) in options)]
         lines += [line.strip() for statement in function.body for line in ast.unparse(statement).splitlines()]
     return lines
+
+
+def _name(expression: ast.expr) -> str | None:
+    return expression.id if isinstance(expression, ast.Name) else None

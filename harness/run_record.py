@@ -103,7 +103,7 @@ def case_record(result: Result, directory: Path) -> RunRecord:
         tags=_tag_values(tags),
         params=_params(
             {
-                **_flat(result.case.to_json()),
+                **_flat({name: value for name, value in result.case.to_json().items() if name != "is_unplaced"}),
                 **options,
                 **_flat({"libraries": libraries}),
                 **_flat(

@@ -17,7 +17,7 @@ _MEASUREMENT = Measurement(
 )
 
 _SHARDED_OVER_ALL: tuple[tuple[Role, str, Mapping[str, Any]], ...] = (
-    ("floor", "native.floor", {}),
+    ("floor", "native.floor", {}),  # of data parallelism, which is among them: sharded optimizers update less
     ("subject", "native.ddp", {}),
     ("peer", "torch.ddp", {}),
     *(

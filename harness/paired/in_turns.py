@@ -43,14 +43,14 @@ class Told(Protocol):
 
 @dataclass(kw_only=True)
 class _Pairs:
-    """What is known of a case so far. `ended` says why there will be no more of it, and whose fault that is; `hiccup`
-    what failed once and not again."""
+    """What is known of a case so far. `ended` says why there will be no more of it, and whose fault that is; `hiccups`
+    are runs that failed and were taken again, by side."""
 
     case: Case
     a: list[Timing] = field(default_factory=list)
     b: list[Timing] = field(default_factory=list)
     ended: str = ""
-    hiccup: str = ""
+    hiccups: dict[str, Timing] = field(default_factory=dict)
     b_alone_failed: bool = False
 
     @property
@@ -62,7 +62,8 @@ class _Pairs:
 @dataclass(frozen=True, kw_only=True)
 class ComparedCase:
     """A case on both sides. `comparison` is None, and `reason` says why, where it could not be timed on both; else
-    `reason` says what failed once. `p_value` is adjusted over the suite. `a` and `b` keep every run."""
+    `reason` says what failed once. `p_value` is adjusted over the suite. `a` and `b` keep every run but those that
+    failed and were taken again: these are in `hiccups`."""
 
     case: Case
     verdict: ComparedVerdict
@@ -71,6 +72,7 @@ class ComparedCase:
     p_value: float | None = None
     a: tuple[Timing, ...]
     b: tuple[Timing, ...]
+    hiccups: tuple[Timing, ...] = ()
 
 
 def time_in_turns(cases: Sequence[Case], a: Timed, b: Timed, told: Told) -> list[ComparedCase]:
@@ -93,8 +95,9 @@ def _take_turn(pairs: _Pairs, a: Timed, b: Timed, total: int, told: Told) -> Non
     for side in abba(_TURN_PAIRS):
         timed, into = (a, pairs.a) if side == "A" else (b, pairs.b)
         timing = timed.time(pairs.case)
-        if timing.status == "failed":  # of so many launches one may meet a full disk; a defect is there the next time
-            pairs.hiccup = f"failed once, not again: {_reason(timing, timed)}"
+        if timing.status == "failed" and side not in pairs.hiccups:
+            # Of so many launches one may meet a full disk; a defect comes again.
+            pairs.hiccups[side] = timing
             timing = timed.time(pairs.case)
         into.append(timing)
         if not _has_time(timing):
@@ -137,11 +140,12 @@ def _compared(pairs: Sequence[_Pairs]) -> list[ComparedCase]:
             ComparedCase(
                 case=each.case,
                 verdict=verdict,
-                reason=each.ended or each.hiccup,
+                reason=each.ended or "; ".join(f"failed once, not again: {t.reason}" for t in each.hiccups.values()),
                 comparison=comparisons.get(each.case.id),
                 p_value=p_values.get(each.case.id),
                 a=tuple(each.a),
                 b=tuple(each.b),
+                hiccups=tuple(each.hiccups.values()),
             )
         )
     return compared

@@ -110,6 +110,7 @@ def to_json(run: PairedRun) -> dict[str, Any]:
                 "adjusted_p_value": case.p_value,
                 "a": [asdict(timing) for timing in case.a],
                 "b": [asdict(timing) for timing in case.b],
+                "hiccups": [asdict(timing) for timing in case.hiccups],
             }
             for case in run.cases
         ],

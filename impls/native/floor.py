@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from harness.evaluation import evaluating, sum_losses
 from harness.implementation import EvaluationOutput, Implementation, StepOutput, phase
@@ -18,12 +18,13 @@ from harness.mesh import Mesh
 from harness.optimizer import RecipeOptimizer
 from harness.parameters import LogicalParameter, MemoryCategory, replicated_state_bytes
 from harness.workload import Batch, Workload
+from impls.native.parts.share_of_update import ShareOfUpdate, num_updated
 
 
 class ComputeFloor(Implementation):
     """Forward, backward and torch's fused update of the local share, with nothing in between: gradients stay where
-    autograd makes them. With `shards_update` a rank updates as much as a sharded optimizer leaves it: of each parameter
-    the first of as many parts as there are shards."""
+    autograd makes them. With `shards_update` a rank updates as much as a sharded optimizer leaves it
+    (parts/share_of_update.py)."""
 
     strategy = "compute_only"
     makes_gradients = True
@@ -48,7 +49,7 @@ class ComputeFloor(Implementation):
         whole = replicated_state_bytes(parameters, workload.precision, moments)
         if not options.get("shards_update"):
             return whole
-        updated = [replace(p, shape=(_num_updated(p.num_elements, layout),)) for p in parameters]
+        updated = [replace(p, shape=(num_updated(p.num_elements, layout.shard_degree),)) for p in parameters]
         states = replicated_state_bytes(updated, workload.precision, moments)["optimizer_states"]
         return {**whole, "optimizer_states": states}
 
@@ -58,19 +59,12 @@ class ComputeFloor(Implementation):
         self.workload = workload
         self.device = device
         self.module = workload.build_model().to(device)
-        self._updated: dict[str, tuple[nn.Parameter, Tensor]] = {}
+        self.optimizer = RecipeOptimizer(self.module, workload)
         if shards_update:
-            self._updated = {
-                name: (parameter, parameter.detach().reshape(-1)[: _num_updated(parameter.numel(), layout)])
-                for name, parameter in self.module.named_parameters()
-            }
-        stepped = {name: part for name, (_, part) in self._updated.items()}
-        self.optimizer = RecipeOptimizer(self.module, workload, stepped=stepped or None)
+            self.optimizer = ShareOfUpdate(self.module, workload, layout.shard_degree)
 
     def train_step(self, batch: Batch) -> StepOutput:
         self.optimizer.clear_gradients()
-        for parameter, _ in self._updated.values():
-            parameter.grad = None
         loss_sum, num_tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0
         for micro_batch in batch.micro_batches:
             with phase("forward"):
@@ -79,9 +73,6 @@ class ComputeFloor(Implementation):
                 (loss / batch.global_num_tokens).backward()
             loss_sum += loss.detach()
             num_tokens += micro_batch.num_tokens
-        for parameter, part in self._updated.values():
-            if parameter.grad is not None:
-                part.grad = parameter.grad.reshape(-1)[: len(part)]
         with phase("optimizer"):
             update = self.optimizer.step(tracks_norm=self.tracks_gradient_norm)
         return StepOutput(
@@ -97,21 +88,14 @@ class ComputeFloor(Implementation):
             return sum_losses(batch, partial(self.workload.loss_sum, self.module), self.device)
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Of what is updated."""
         return self.optimizer.unclipped_gradients()
 
     def full_parameters(self) -> dict[str, Tensor]:
-        if self._updated:
-            return {name: p.detach().cpu().clone() for name, p in self.module.named_parameters()}
         return self.optimizer.full_parameters(self.module)
 
     def memory_tensors(self) -> dict[MemoryCategory, Iterable[Tensor]]:
         return {
             "parameters": self.module.parameters(),
-            "gradients": [p.grad for p in self.module.parameters() if p.grad is not None],
+            "gradients": self.optimizer.live_gradients(),
             "optimizer_states": self.optimizer.state_tensors(),
         }
-
-
-def _num_updated(num_elements: int, layout: Layout) -> int:
-    return -(-num_elements // layout.shard_degree)

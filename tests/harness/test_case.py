@@ -71,7 +71,10 @@ def test_json_and_back() -> None:
     assert Case.from_json(PARTS.to_json()).expected == "parity failed"
     later = ("comparison", "expected", "is_unplaced")
     before_there_were_these = {key: value for key, value in CASE.to_json().items() if key not in later}
-    assert Case.from_json(before_there_were_these) == placed
+    assert Case.from_json(before_there_were_these) == CASE
+    over_two = replace(CASE, topology=Topology(num_nodes=2, ranks_per_node=1)).to_json()
+    del over_two["is_unplaced"]
+    assert Case.from_json(over_two).topology == Topology(num_nodes=2, ranks_per_node=1)
     assert Case.from_json(before_there_were_these).id == CASE.id
     assert CASE.label == "native.ddp transport=shared_memory bucket_bytes=1000"
 

@@ -141,7 +141,17 @@ def test_what_fails_once_is_timed_again_and_said(name: str) -> None:
     found = compared(*(hiccuping(times) if name == side else times for side, times in sides.items()))
     assert (found[FIRST.id].verdict, found[FIRST.id].reason) == ("ok", "failed once, not again: no space left")
     assert len(found[FIRST.id].a) == len(found[FIRST.id].b) == FIRST_PAIRS
+    assert [timing.reason for timing in found[FIRST.id].hiccups] == ["no space left"]
     assert not found[SECOND.id].reason
+
+
+def test_what_fails_a_second_time_has_failed() -> None:
+    def flaky(case: Case, number: int) -> Timing:
+        times = noisy(0.002, number)
+        return Timing(status="failed", reason="a race") if case == FIRST and number in (3, 7) else times(case, number)
+
+    found = compared(noisy(0.002, 0), flaky)
+    assert (found[FIRST.id].verdict, found[FIRST.id].reason) == ("failed", "a race")
 
 
 def test_what_others_more_pairs_make_doubtful_takes_more_pairs_itself(monkeypatch: pytest.MonkeyPatch) -> None:
