@@ -61,6 +61,17 @@ def unpredicted(results: Iterable[Result]) -> list[str]:
     return [f"{label} predicts no {' and no '.join(figures)} because {why}" for (label, why), figures in lines.items()]
 
 
+def beyond_the_textbook(results: Iterable[Result]) -> list[str]:
+    """One line for each reason: who sends more than the textbook of the strategy because of it."""
+    lines: dict[str, list[str]] = {}
+    for result in results:
+        if result.beyond_the_textbook is not None:
+            whose = lines.setdefault(result.beyond_the_textbook, [])
+            if result.case.label not in whose:
+                whose.append(result.case.label)
+    return [f"more than the textbook is sent under {', '.join(whose)}, because {why}" for why, whose in lines.items()]
+
+
 def shown_parity(result: Result, verdicts: Mapping[str, str]) -> str:
     """What a table says of parity, in its words for "ok" and "failed"; nothing of a floor, which trains nothing, of
     the reference, nor of what was not measured."""
