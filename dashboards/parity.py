@@ -24,7 +24,7 @@ from dashboards.blocks import (
 from dashboards.data import Run, Study, is_alone
 
 TITLE = "Parity"
-_MOST = 1e300  # that an axis takes
+_MOST = 1e300  # that an axis takes; what is more, or no number, is drawn at its top edge
 _FIGURES = {
     "loss": "loss_max_relative",
     "gradient_norm": "gradient_norm_max_relative",
@@ -47,7 +47,7 @@ def blocks(study: Study) -> list[Block]:
         text(
             "Each step's loss against one process that does the same work, relative to it. Losses that are equal to "
             f"the last bit lie on the bottom line. {bands}; a red cross is beyond what its own case is allowed at that "
-            "step.",
+            "step, one on the top edge off the scale.",
             quiet=True,
         )
     ]
@@ -79,7 +79,7 @@ def _differences(run: Run) -> list[float]:
 
 def _figure(runs: Sequence[Run], series: Sequence[Sequence[float]]) -> Block:
     allowed = sorted({value for run in runs if (value := _allowed(run)) is not None})
-    positive = [value for values in series for value in values if 0 < value < math.inf]
+    positive = [value for values in series for value in values if 0 < value <= _MOST]
     floor = 10.0 ** (math.floor(math.log10(min([*positive, *(allowed or [1.0])]))) - 1)
     top = 10.0 ** (math.ceil(math.log10(max([*positive, *(allowed or [floor])]))) + 0.3)
     last = max(len(values) for values in series) - 1
@@ -103,8 +103,8 @@ def _figure(runs: Sequence[Run], series: Sequence[Sequence[float]]) -> Block:
                 _limit(least, "allowed to every case", "top"),
                 _limit(most, "allowed to some", "bottom"),
             ]
-    traces = [_trace(run, values, floor) for run, values in zip(runs, series, strict=True)]
-    if beyond := [point for run, values in zip(runs, series, strict=True) for point in _beyond(run, values)]:
+    traces = [_trace(run, values, floor, top) for run, values in zip(runs, series, strict=True)]
+    if beyond := [point for run, values in zip(runs, series, strict=True) for point in _beyond(run, values, top)]:
         traces.append(_crosses(beyond))
     return figure("Loss beside the reference's, step by step", traces, layout)
 
@@ -144,14 +144,18 @@ def _limit(limit: float, words: str, side: str) -> Mapping[str, Any]:
     }
 
 
-def _trace(run: Run, values: Sequence[float], floor: float) -> Mapping[str, Any]:
-    finite = [min(value, _MOST) for value in values]
+def _drawn(value: float, top: float) -> float:
+    """Where it is drawn: what no axis takes at the top edge."""
+    return value if value <= _MOST else top
+
+
+def _trace(run: Run, values: Sequence[float], floor: float, top: float) -> Mapping[str, Any]:
     return {
         "type": "scatter",
         "mode": "lines+markers",
         "name": f"{run.family} {run.strategy.replace('_', ' ')}",
-        "x": list(range(len(finite))),
-        "y": [max(value, floor) for value in finite],
+        "x": list(range(len(values))),
+        "y": [max(_drawn(value, top), floor) for value in values],
         "line": {"color": f"@{run.strategy}", "dash": DASHES.get(run.family, "solid"), "width": 1.5},
         "marker": {"color": f"@{run.strategy}", "symbol": SYMBOLS.get(run.family, "circle"), "size": 7},
         "text": [_words(run, step, value) for step, value in enumerate(values)],
@@ -162,16 +166,19 @@ def _trace(run: Run, values: Sequence[float], floor: float) -> Mapping[str, Any]
 def _words(run: Run, step: int, value: float) -> str:
     allowed = _allowed(run, step)
     limit = "" if allowed is None else f", {allowed:.1e} is allowed"
-    told = "equal to the last bit" if value == 0 else f"off by {value:.2e}{limit}"
+    distance = f"off by {value:.2e}" if math.isfinite(value) else "no finite number"
+    told = "equal to the last bit" if value == 0 else f"{distance}{limit}"
     return plotly_text(f"{run.label}, {run.place}: {told}")
 
 
-def _beyond(run: Run, values: Sequence[float]) -> list[tuple[int, float, str]]:
-    """The steps, distances and words of what lies beyond what the case itself is allowed, whatever others are."""
+def _beyond(run: Run, values: Sequence[float], top: float) -> list[tuple[int, float, str]]:
+    """The steps, places and words of what lies beyond what the case itself is allowed, whatever others are; what is no
+    finite number always does."""
+    limits = [math.inf if (allowed := _allowed(run, step)) is None else allowed for step in range(len(values))]
     return [
-        (step, min(value, _MOST), _words(run, step, value))
-        for step, value in enumerate(values)
-        if (allowed := _allowed(run, step)) is not None and not value <= allowed
+        (step, _drawn(value, top), _words(run, step, value))
+        for step, (value, limit) in enumerate(zip(values, limits, strict=True))
+        if not math.isfinite(value) or value > limit
     ]
 
 
@@ -180,6 +187,7 @@ def _crosses(points: Sequence[tuple[int, float, str]]) -> Mapping[str, Any]:
         "type": "scatter",
         "mode": "markers",
         "name": "beyond what its case is allowed",
+        "cliponaxis": False,  # whole on the top edge, too
         "x": [step for step, _, _ in points],
         "y": [value for _, value, _ in points],
         "marker": {"color": "@bad", "symbol": "x", "size": 9},

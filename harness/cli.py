@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import typer
 
 from harness.commands import choosing, comparing, gate, links, looking, training
-from harness.commands.arguments import BAD_INPUT, one_line
+from harness.commands.arguments import BAD_INPUT
+from harness.one_line import one_line
 
 INTERRUPTED = 130
 

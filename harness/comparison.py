@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.case import Case
+from harness.compared_strategy import compared_as, ours_among, strategies_of
 from harness.markdown import code
 from harness.result import RESULTS_FILE, Result, read
 
@@ -137,19 +138,12 @@ def _is_baseline(result: Result, has_floors: bool) -> bool:
     return "step.median_seconds" in result.metrics and serves
 
 
-def compared_as(member: Result, others: Sequence[Result]) -> str:
-    """The strategy that a case stands for among `others`: one of ours, of those that it is comparable with, its own
-    first; its own where ours have none of them."""
-    ours = {other.strategy for other in others if other.case.role == "subject"}
-    return next((name for name in (member.strategy, *member.comparable_strategies) if name in ours), member.strategy)
-
-
 def _best_peer(member: Result, others: Sequence[Result]) -> Result | None:
     """A floor trains nothing, and a peer that trains another model, or does other work, is no measure for one that does
     not."""
     if member.case.role == "floor":
         return None
-    strategy = compared_as(member, others)
+    strategy = compared_as(member.case, strategies_of(member), ours_among(others))
     peers = (
         other
         for other in others

@@ -13,7 +13,7 @@ from harness.library_matrix import Cell, Line, matrix
 from harness.markdown import code, plain, plain_row, table_row
 from harness.provenance import provenance
 from harness.ratios import ratio_rows
-from harness.reasons import departures, reasons, shown_parity, unpredicted
+from harness.reasons import beyond_the_textbook, departures, reasons, shown_parity, unpredicted
 from harness.report import (
     RATIO_COLUMNS,
     RATIO_MEANING,
@@ -44,12 +44,6 @@ TRANSPORTS_MEANING = (
     "Over the process group, as everybody's, what a library gains is its algorithm's; over memory that the ranks of a "
     "machine share it is the transport's too."
 )
-TEXTBOOK_MEANING = (
-    "Why some send more than the textbook: torch.zero, fairscale.oss and stages 1 and 2 of deepspeed.zero all-reduce "
-    "gradients, which takes twice the bytes of a reduce-scatter, and then broadcast or gather parameters besides; the "
-    "reduce-scatter of torch.fsdp and of deepspeed.zero's stage 3 is an all-reduce over gloo; and in a broadcast or "
-    "reduction of gloo's ranks pass on what others sent."
-)
 LEGEND = (
     "step / best peer: the median step over that of the fastest peer of the same strategy which trains the same model "
     "by the same recipe",
@@ -62,8 +56,9 @@ LEGEND = (
     "micro-batch needs beside it",
     "sent: what one rank puts on the wire in a step, measured, of the rank that sends most; predicted: the closed form "
     "of the algorithm that this implementation runs; textbook: that of its strategy, whoever implements it (data "
-    "parallel, ZeRO 1 and 2: 2(N-1)/N of the gradients, ZeRO 3: 3(N-1)/N, where they are as wide as parameters; tensor "
-    "parallel and pipeline: what layers sum, or hand over a border). It is no verdict: nobody has to send just that",
+    "parallel, ZeRO 1 and 2: 2(N-1)/N of the gradients, ZeRO 3: 3(N-1)/N, where they are as wide as parameters and "
+    "come in one micro-batch; of m, ZeRO 2: (m+1)(N-1)/N, ZeRO 3: 3m(N-1)/N; tensor parallel and pipeline: what layers "
+    "sum, or hand over a border). It is no verdict: nobody has to send just that",
     "collectives: the operations of a step; a send and a receive are one each",
     "busy %: the part of a step in which at least one collective is in flight",
     "exposed %: the part of a step that would be saved if communication cost nothing",
@@ -93,8 +88,8 @@ def page(results: Sequence[Result], *paths: Path) -> str:
     for comparison in comparisons(results):
         lines += [f"## {comparison.title}", "", *(f"- {text}" for text in sentences(comparison)), ""]
         lines += [*_table(columns(comparison), comparison.rows), ""]
-        if any(_sends_more(row) for row in comparison.rows):
-            lines += [f"- {plain(TEXTBOOK_MEANING)}", ""]
+        if more := beyond_the_textbook(row.result for row in comparison.rows if _sends_more(row)):
+            lines += [*(f"- {plain(line)}" for line in more), ""]
         if empty := unpredicted(row.result for row in comparison.rows):
             lines += [*(f"- {plain(line)}" for line in empty), ""]
     notes = ["; ".join(reasons(result)) for result in results if result.status != "ok"]
@@ -160,10 +155,9 @@ def _over_peer(row: Row) -> str:
 
 
 def _sends_more(row: Row) -> bool:
-    """Than the textbook of a sharded optimizer by more than a stage's padding, or a norm, can be."""
+    """Than the textbook by more than a stage's padding, or a norm, can be."""
     sent, textbook = (row.metric(f"communication.{name}bytes_per_step") for name in ("", "textbook_"))
-    is_sharded = row.result.strategy.startswith("zero_")
-    return is_sharded and sent is not None and textbook is not None and sent > _SENDS_MORE * textbook
+    return sent is not None and textbook is not None and sent > _SENDS_MORE * textbook
 
 
 def _by_category(row: Row) -> str:

@@ -77,6 +77,11 @@ class Implementation(ABC):
     strategy: ClassVar[str]
     """What it does, whoever wrote it: implementations of one strategy are compared with each other. Where an option
     decides, see `strategy_of`."""
+    strategy_option: ClassVar[str | None] = None
+    """The option that decides its strategy, if one does: beside the strategy's name it says nothing more."""
+    transport_option: ClassVar[str | None] = None
+    """The option that decides whether ranks exchange over the process group or over `shared_memory`, if one does; a
+    fact of that name tells over which they did. What memory that ranks share gains stands apart in tables."""
     libraries: ClassVar[tuple[str, ...]] = ()
     """The distributions beside torch that it is made of: their versions are part of what a result is about."""
     sends_by_the_book: ClassVar[bool] = False
@@ -179,6 +184,12 @@ class Implementation(ABC):
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> int | None:
         """Bytes one rank sends in one step, from the closed form of the strategy (the largest rank's), or None."""
+        return None
+
+    @classmethod
+    def beyond_the_textbook(cls, device: torch.device, options: Mapping[str, Any]) -> str | None:
+        """Why a rank sends more in a step on such devices than the textbook of its strategy has it send
+        (harness/textbook.py), for those who wonder: what follows "because". None where it does not, or nobody knows."""
         return None
 
     @classmethod

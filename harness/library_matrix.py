@@ -6,9 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+from harness import implementation
 from harness.case import Case
+from harness.implementation import Implementation
 from harness.markdown import code
 from harness.report import figure
 from harness.result import Result
@@ -106,12 +109,29 @@ def _cell(settings: Sequence[Result], best_peer_seconds: float | None, strategy:
 
 
 def _setting(result: Result, strategy: str) -> str:
-    """The options that neither the column tells, as it does the transport, nor the strategy, as it does its stage."""
-    case = result.case
-    stage = {"data_parallel": 0, "zero_1": 1, "zero_2": 2, "zero_3": 3}.get(strategy)
-    told = {"transport": _transport(result), "stage": stage}
-    options = [f"{key}={value}" for key, value in case.options.items() if value != told.get(key)]
+    """The options that are not what they are by themselves, and that neither the column tells, as it does the
+    transport, nor the strategy, as it does its stage."""
+    case, kind = result.case, _kind(result.case.implementation)
+    told: dict[str, Any] = {}
+    if kind is not None:
+        told = implementation.options_of(kind)
+        if kind.transport_option is not None:
+            told[kind.transport_option] = _transport(result)
+        if kind.strategy_option is not None:
+            # Beside another strategy than its own which one it is says something, be it the default.
+            own = case.options.get(kind.strategy_option)
+            told[kind.strategy_option] = own if result.strategy == strategy else None
+    options = [f"{key}={value}" for key, value in case.options.items() if key not in told or value != told[key]]
     return " ".join([case.implementation, *options]) if options else ""
+
+
+@cache
+def _kind(name: str) -> type[Implementation] | None:
+    """None for one that cannot be loaded here: then nobody knows what its options are by themselves."""
+    try:
+        return implementation.load(name)
+    except Exception:  # whatever a third-party library, or a user's file, raises while it is imported
+        return None
 
 
 def _seconds(result: Result) -> float | None:
@@ -121,9 +141,13 @@ def _seconds(result: Result) -> float | None:
 
 
 def _transport(result: Result) -> str:
-    """The one that it ran over, where that is another than it was asked for."""
+    """The one that it ran over, where that is another than it was asked for; empty for one that has no choice."""
+    kind = _kind(result.case.implementation)
+    if kind is None or (option := kind.transport_option) is None:
+        return ""
     facts = result.environment.get("facts") or {}
-    return str(facts.get("transport", result.case.options.get("transport", "")))
+    default = implementation.options_of(kind).get(option, "")
+    return str(facts.get(option, result.case.options.get(option, default)))
 
 
 def _library(result: Result) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from harness import implementation, models, node_bytes, traffic
 from harness.case import Case
 from harness.code_change import num_changed_lines
+from harness.compared_strategy import compared_as, ours_planned
 from harness.engines import Engine, Local, Start
 from harness.launch import emulated
 from harness.launch.emulated import EmulatedNodes
@@ -32,7 +33,6 @@ from harness.measure.timing import model_flops_utilisation, time_metrics
 from harness.rank_records import assemble
 from harness.references import References
 from harness.result import Parity, Result, Status
-from harness.textbook import compared_strategy
 from harness.trajectory import Trajectory
 from harness.workload import Workload, in_precision
 
@@ -50,6 +50,7 @@ class MeasuredCase:
     references: References
     on_start: Callable[[], None]
     on_phase: OnPhase
+    beside: Sequence[Case] = ()  # with which it is compared
     device: str = "cpu"
     engine: Engine = field(default_factory=Local)
     canary: Mapping[str, float] = field(default_factory=dict)  # of this session, see harness.canary
@@ -66,6 +67,7 @@ class MeasuredCase:
     comparable_strategies: tuple[str, ...] = ()
     unpredicted: dict[str, str] = field(default_factory=dict)
     other_work: str | None = None
+    beyond_the_textbook: str | None = None
     environment: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     samples: dict[str, Any] = field(default_factory=dict)
@@ -95,9 +97,11 @@ class MeasuredCase:
             self._tell_work(kind, workload)
 
     def _tell_work(self, kind: type[implementation.Implementation], workload: Workload) -> None:
-        """What its options change in the work, and how far our use of a peer is from plain training."""
+        """What its options change in the work and in what is sent, and how far our use of a peer is from plain
+        training."""
         if self.case.role != "floor":
             self.other_work = kind.other_work(workload, self.case.layout, self.case.options)
+            self.beyond_the_textbook = kind.beyond_the_textbook(torch.device(self.device), self.case.options)
         if self.case.role == "peer" and (num_lines := num_changed_lines(kind)) is not None:
             # Ours are libraries themselves, not uses of one.
             self.metrics["code.changed_lines"] = num_lines
@@ -272,7 +276,7 @@ class MeasuredCase:
             self.case.options,
             device,
             is_floor=self.case.role == "floor",
-            compared_as=compared_strategy(self.case.comparison, self.strategy, self.comparable_strategies),
+            compared_as=self._compared_as(),
         )
         self.metrics |= made.figures
         self.unpredicted = dict(made.missing)
@@ -281,6 +285,11 @@ class MeasuredCase:
             self.metrics["pipeline.predicted_bubble_ratio"] = foreseen.bubble_ratio
             self.metrics["pipeline.predicted_in_flight_micro_batches"] = float(max(foreseen.in_flight))
             self.samples.setdefault("pipeline", {})["predicted_in_flight"] = foreseen.in_flight
+
+    def _compared_as(self) -> str:
+        strategies = (self.strategy, *self.comparable_strategies)
+        is_free = len(set(strategies)) > 1  # else there is nothing to choose from, nor to load
+        return compared_as(self.case, strategies, ours_planned(self.beside) if is_free else ())
 
     def _predict_node_bytes(self) -> None:
         """What the node that sends most puts on its link, by the closed form."""
@@ -325,6 +334,7 @@ class MeasuredCase:
             comparable_strategies=self.comparable_strategies,
             unpredicted=self.unpredicted,
             other_work=self.other_work,
+            beyond_the_textbook=self.beyond_the_textbook,
             suite=suite,
             suite_run=suite_run,
             num_suite_cases=num_suite_cases,

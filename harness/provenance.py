@@ -9,7 +9,7 @@ from pathlib import Path
 
 from harness import suite_file
 from harness.markdown import code
-from harness.reasons import measured_on
+from harness.measured_on import commit_of, measured_on
 from harness.report import figure
 from harness.result import RESULTS_FILE, Result
 
@@ -17,16 +17,12 @@ _SOFTWARE = ("os", "python", "torch", "numpy")
 
 
 def provenance(results: Sequence[Result], *paths: Path) -> list[str]:
-    """A line each. Where results were made by several versions or from several commits, all of them; of the commands
-    those that were written down as they were given."""
+    """A line each. Where results were made by several versions or from several commits, all of them. Commands are told
+    without the directories that they wrote to; where one was not written down its results have none."""
     environments = [result.environment for result in results if result.environment]
     versions = {name: dict.fromkeys(str(e[name]) for e in environments if e.get(name)) for name in _SOFTWARE}
     dates = sorted({time.strftime("%Y-%m-%d", time.gmtime(r.started)) for r in results if r.started})
-    commits = dict.fromkeys(
-        f"{commit}{' with local changes' if environment.get('dirty') else ''}"
-        for environment in environments
-        if (commit := environment.get("commit"))
-    )
+    commits = dict.fromkeys(commit for environment in environments if (commit := commit_of(environment)))
     delay = "communication.delay_seconds"
     delays = sorted(result.metrics[delay] for result in results if delay in result.metrics)
     suites = dict.fromkeys(result.suite for result in results if result.suite)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from harness.comparison_page import matrix_meaning, matrix_table
 from harness.library_matrix import matrix
+from harness.measured_on import measured_on
 from harness.ratios import ratio_rows
-from harness.reasons import measured_on
 from harness.result import Result
 
 _END = "<!-- end of figures -->"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from harness.measure import straggler
 from harness.result import Parity, Result
@@ -61,6 +61,17 @@ def unpredicted(results: Iterable[Result]) -> list[str]:
     return [f"{label} predicts no {' and no '.join(figures)} because {why}" for (label, why), figures in lines.items()]
 
 
+def beyond_the_textbook(results: Iterable[Result]) -> list[str]:
+    """One line for each reason: who sends more than the textbook of the strategy because of it."""
+    lines: dict[str, list[str]] = {}
+    for result in results:
+        if result.beyond_the_textbook is not None:
+            whose = lines.setdefault(result.beyond_the_textbook, [])
+            if result.case.label not in whose:
+                whose.append(result.case.label)
+    return [f"more than the textbook is sent under {', '.join(whose)}, because {why}" for why, whose in lines.items()]
+
+
 def shown_parity(result: Result, verdicts: Mapping[str, str]) -> str:
     """What a table says of parity, in its words for "ok" and "failed"; nothing of a floor, which trains nothing, of
     the reference, nor of what was not measured."""
@@ -88,32 +99,3 @@ def _gap(parity: Parity) -> list[str]:
     if not parity.replicas_bit_equal:
         lines.append("replicas differ between ranks")
     return lines
-
-
-def _libraries(results: Sequence[Result]) -> dict[str, str]:
-    """Which versions of third-party libraries the cases ran with; each case imports its own."""
-    versions: dict[str, list[str]] = {}
-    for result in results:
-        for name, version in (result.environment.get("libraries") or {}).items():
-            if version not in versions.setdefault(name, []):
-                versions[name].append(version)
-    return {name: " and ".join(found) for name, found in sorted(versions.items())}
-
-
-def measured_on(results: Sequence[Result]) -> list[str]:
-    """The machine and the settings behind the figures, a line for each that differs; none where no case came so far."""
-    lines: dict[str, None] = {}
-    for result in results:
-        environment = result.environment
-        if not environment:
-            continue
-        device = environment.get("device") or {}
-        parts = [
-            device.get("name"),
-            f"{environment.get('logical_cores')} cores",
-            f"{environment.get('threads_per_rank')} thread(s) a rank",
-            f"torch {environment.get('torch')}",
-        ]
-        lines[", ".join(part for part in parts if part and "None" not in part)] = None
-    libraries = [f"{name} {version}" for name, version in _libraries(results).items()]
-    return [f"measured on: {', '.join([line, *libraries])}" for line in lines]

@@ -17,7 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.markdown import fenced, plain, plain_row
-from harness.reasons import departures, measured_on, reasons, shown_parity, unpredicted
+from harness.measured_on import measured_on
+from harness.reasons import departures, reasons, shown_parity, unpredicted
 from harness.result import RESULTS_FILE, Parity, Result
 
 RATIOS_FILE = "ratios.json"

@@ -66,6 +66,7 @@ class Result:
     comparable_strategies: tuple[str, ...] = ()  # those it is a peer of, where they are more than its own
     unpredicted: Mapping[str, str] = field(default_factory=dict)  # states, peak, bytes: why there is no prediction
     other_work: str | None = None  # what its options have it do otherwise than the recipe says
+    beyond_the_textbook: str | None = None  # why it sends more than its strategy's textbook
     suite: str = ""
     suite_run: str = ""
     num_suite_cases: int = 0  # of its suite, with those that its run left out; 0: not known

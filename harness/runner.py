@@ -106,6 +106,7 @@ def _run(
                         references=references,
                         on_start=partial(progress.case_started, case),
                         on_phase=partial(progress.phase, case),
+                        beside=[other for other in suite.cases if other.side_by_side == case.side_by_side],
                         device=device,
                         engine=engine,
                         canary=canary_figures,

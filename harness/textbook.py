@@ -23,6 +23,8 @@ from dataclasses import replace
 import torch
 
 from harness import implementation, models
+from harness.code_change import PLAIN_TRAINING
+from harness.compared_strategy import compared_as, ours_among, strategies_of
 from harness.implementation import Implementation
 from harness.layout import Layout
 from harness.measure.predicted_memory import registry
@@ -63,25 +65,35 @@ def bytes_per_step(
 
 
 def _by_the_book(strategy: str) -> type[Implementation] | None:
-    """An implementation that sends what the textbook of its strategy says."""
-    kinds = map(implementation.load, implementation.names())
-    return next((kind for kind in kinds if kind.sends_by_the_book and kind.strategy_of({}) == strategy), None)
-
-
-def compared_strategy(comparison: str, strategy: str, comparable_strategies: Sequence[str]) -> str:
-    """As which a case is compared: the one its comparison is named after, if it rivals that; else its own."""
-    return comparison if comparison in comparable_strategies else strategy
+    """An implementation that sends what the textbook of its strategy says. The family of plain training is asked first,
+    so that where it answers no library is loaded; what cannot be loaded answers nothing."""
+    family = PLAIN_TRAINING.partition(".")[0]
+    for name in sorted(implementation.names(), key=lambda name: name.partition(".")[0] != family):
+        try:
+            kind = implementation.load(name)
+        except Exception:  # whatever a third-party library raises while it is imported
+            continue
+        if kind.sends_by_the_book and kind.strategy_of({}) == strategy:
+            return kind
+    return None
 
 
 def filled_in(results: Sequence[Result]) -> list[Result]:
-    """The results with this figure where they were written down without it. Left out where the workload is no longer
-    what can be loaded."""
+    """The results with this figure where they were written down without it, or with that of another strategy than the
+    one as which they are compared here, and with the reason of who sends more. Left as they are where workload or
+    implementation are no longer what can be loaded."""
+    groups: dict[tuple[str, ...], list[Result]] = {}
+    for result in results:
+        groups.setdefault(result.case.side_by_side, []).append(result)
+    ours = {key: ours_among(members) for key, members in groups.items()}
     known: dict[tuple[str, str, Layout, str], int | None] = {}
     filled = []
-    for result in results:
-        case = result.case
-        strategy = compared_strategy(case.comparison, result.strategy, result.comparable_strategies)
-        if not result.metrics or METRIC in result.metrics or case.role == "floor":
+    for result in map(_with_reason, results):
+        case, strategies = result.case, strategies_of(result)
+        strategy = compared_as(case, strategies, ours[case.side_by_side])
+        # Alone, as it may have been when it was written down.
+        is_told = METRIC in result.metrics and strategy == compared_as(case, strategies, ())
+        if not result.metrics or is_told or case.role == "floor":
             filled.append(result)
             continue
         key = (case.workload, case.precision, case.layout, strategy)
@@ -91,6 +103,18 @@ def filled_in(results: Sequence[Result]) -> list[Result]:
         more = {} if num_bytes is None else {METRIC: float(num_bytes)}
         filled.append(replace(result, metrics={**result.metrics, **more}))
     return filled
+
+
+def _with_reason(result: Result) -> Result:
+    case = result.case
+    if result.beyond_the_textbook is not None or not result.metrics or case.role == "floor":
+        return result
+    device = (result.environment.get("device") or {}).get("kind") or "cpu"
+    try:
+        kind = implementation.load(case.implementation)
+        return replace(result, beyond_the_textbook=kind.beyond_the_textbook(torch.device(device), case.options))
+    except Exception:  # whatever a third-party library, or a user's file, raises while it is imported
+        return result
 
 
 def _loaded_bytes(text: str, precision: str, layout: Layout, strategy: str) -> int | None:

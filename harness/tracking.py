@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from harness.one_line import one_line
 from harness.result import RESULTS_FILE, read
 from harness.run_record import RunRecord, case_record, suite_record, suite_runs
 
@@ -137,10 +138,10 @@ def _send_all(
                     else:
                         already_there += 1
                 except Exception as error:
-                    problems.append(_one_line(error))
+                    problems.append(_cause(error))
                     _answers(client)
     except Exception as error:
-        problems.append(_one_line(error))
+        problems.append(_cause(error))
     failed = len(records) - uploaded - already_there
     message = f"MLflow at {_shown(uri)}: {uploaded} runs uploaded, {already_there} already there"
     if failed:
@@ -178,7 +179,7 @@ def read_runs(
                 if COMPLETE_TAG in run.data.tags
             ]
     except Exception as error:
-        raise ConnectionError(f"MLflow at {_shown(uri)} cannot be read: {_one_line(error)}") from error
+        raise ConnectionError(f"MLflow at {_shown(uri)} cannot be read: {_cause(error)}") from error
 
 
 def set_tags(tags: Mapping[str, Mapping[str, str]], *, tracking_uri: str | None = None) -> None:
@@ -191,7 +192,7 @@ def set_tags(tags: Mapping[str, Mapping[str, str]], *, tracking_uri: str | None 
                 for name, value in of_run.items():
                     _patiently(client.set_tag, run_id, name, value)
     except Exception as error:
-        raise ConnectionError(f"MLflow at {_shown(uri)} cannot be written: {_one_line(error)}") from error
+        raise ConnectionError(f"MLflow at {_shown(uri)} cannot be written: {_cause(error)}") from error
 
 
 def read_artifacts(run_ids: Sequence[str], name: str, *, tracking_uri: str | None = None) -> dict[str, str]:
@@ -206,7 +207,7 @@ def read_artifacts(run_ids: Sequence[str], name: str, *, tracking_uri: str | Non
                     path = client.download_artifacts(run_id, name, directory)
                     found[run_id] = Path(path).read_text(encoding="utf-8")
     except Exception as error:
-        raise ConnectionError(f"MLflow at {_shown(uri)} cannot be read: {_one_line(error)}") from error
+        raise ConnectionError(f"MLflow at {_shown(uri)} cannot be read: {_cause(error)}") from error
     return found
 
 
@@ -217,7 +218,7 @@ def log_artifact(run_id: str, name: str, text: str, *, tracking_uri: str | None 
         with _client(uri) as client:
             client.log_text(run_id, text, name)
     except Exception as error:
-        raise ConnectionError(f"MLflow at {_shown(uri)} cannot be written: {_one_line(error)}") from error
+        raise ConnectionError(f"MLflow at {_shown(uri)} cannot be written: {_cause(error)}") from error
 
 
 def change_experiment_tags(
@@ -235,7 +236,7 @@ def change_experiment_tags(
                     if found.tags.get(key) != value:
                         _patiently(client.set_experiment_tag, found.experiment_id, key, value)
     except Exception as error:
-        raise ConnectionError(f"MLflow at {_shown(uri)} cannot be written: {_one_line(error)}") from error
+        raise ConnectionError(f"MLflow at {_shown(uri)} cannot be written: {_cause(error)}") from error
 
 
 def _flat(experiment: Any, run: Any) -> dict[str, Any]:
@@ -406,12 +407,12 @@ def _shown(uri: str) -> str:
     return uri.replace(f":{password}@", ":***@") if password else uri
 
 
-def _one_line(error: Exception) -> str:
+def _cause(error: Exception) -> str:
     """What went wrong, without the request around it: a refused connection or a full disk lies deep in the chain."""
     told: BaseException = error
     below: BaseException | None = error
     while below is not None:
         told = below if isinstance(below, OSError) else told
         below = below.__cause__ or (None if below.__suppress_context__ else below.__context__)
-    text = " ".join(str(told).split())
+    text = one_line(str(told))
     return f"{type(told).__name__}: {text if len(text) <= 200 else text[:200] + '...'}"

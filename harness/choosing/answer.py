@@ -95,7 +95,7 @@ def _origins(own: Sequence[Result], machine: str) -> tuple[str, ...]:
 def _meant(
     found: Sequence[Candidate], model: str | None, precision: str | None, machine: str | None
 ) -> tuple[str, str, str]:
-    """The work, precision and machine; the machine is the last one that did it."""
+    """The work, precision and machine; the machine is the last one that did it: what never started names none."""
     if machine is not None:
         measured = ", ".join(dict.fromkeys(one.machine for one in found if one.machine)) or "none"
         found = [one for one in found if one.machine.startswith(machine)]
@@ -106,7 +106,7 @@ def _meant(
     ]
     kinds = list(dict.fromkeys((one.work, one.precision) for one in fitting))
     if not kinds and model is not None:
-        return model, precision or "fp32", found[-1].machine if found else ""
+        return model, precision or "fp32", _last_machine(found)
     if len(kinds) != 1:
         asked = " ".join(f"--{name} {text}" for name, text in (("model", model), ("precision", precision)) if text)
         everything = "; ".join(dict.fromkeys(f"{one.work} {one.precision}" for one in found))
@@ -115,7 +115,11 @@ def _meant(
             f"{asked or '--model'}: expected one piece of work with one precision, got {len(kinds)}: {known}"
         )
     work, precision = kinds[0]
-    return work, precision, fitting[-1].machine
+    return work, precision, _last_machine(fitting)
+
+
+def _last_machine(found: Sequence[Candidate]) -> str:
+    return next((one.machine for one in reversed(found) if one.machine), "")
 
 
 def _places(found: Sequence[Candidate]) -> str:

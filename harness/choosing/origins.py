@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
+from harness import suites
+from harness.measured_on import commit_of, device_of
 from harness.result import Result
 
 MACHINE = "machine_fingerprint"
@@ -24,20 +25,12 @@ def machines(results: Iterable[Result]) -> dict[str, str]:
     for result in results:
         if environment := result.environment:
             devices, torches = parts.setdefault(machine_of(result), ({}, {}))
-            devices.setdefault(_device(environment))
+            devices.setdefault(device_of(environment))
             torches.setdefault(str(environment.get("torch") or ""))
     return {
         machine: _listed([_joined(devices), _joined(f"torch {torch}" if torch else "" for torch in torches)])
         for machine, (devices, torches) in parts.items()
     }
-
-
-def _device(environment: Mapping[str, Any]) -> str:
-    """`a processor, 2 cores`: cores where ranks share them."""
-    device = environment.get("device") or {}
-    cores = environment.get("physical_cores") or environment.get("logical_cores")
-    counted = f"{cores} cores" if cores and device.get("kind") == "cpu" else ""
-    return _listed([str(device.get("name") or ""), counted])
 
 
 def on_machines(results: Sequence[Result]) -> list[str]:
@@ -53,10 +46,7 @@ def on_machines(results: Sequence[Result]) -> list[str]:
 
 def commits(results: Iterable[Result]) -> str:
     """`commit 0123456789`, all that there are: `commits 0123456789 and abcdef0123 with local changes`."""
-    found: dict[str, None] = {}
-    for result in results:
-        if commit := result.environment.get("commit"):
-            found.setdefault(f"{str(commit)[:10]}{' with local changes' if result.environment.get('dirty') else ''}")
+    found = dict.fromkeys(commit for result in results if (commit := commit_of(result.environment)))
     return f"commit{'s' if len(found) > 1 else ''} {_last(list(found))}" if found else ""
 
 
@@ -78,13 +68,44 @@ def completed(results: Iterable[Result]) -> list[str]:
         counts: dict[str, int] = {}
         for one in sorted(latest.values(), key=lambda result: result.started, reverse=True):
             counts[one.suite_run] = counts.get(one.suite_run, 0) + 1
-        num_lacking = members[-1].num_suite_cases - len({one.case.id for one in members})
+        num_lacking = _num_lacking(suite, members)
         if len(counts) > 1 or num_lacking > 0:
             (first, count), *others = counts.items()
             parts = [f"{_cases(count)} of {first}", *(f"{number} of {name}" for name, number in others)]
             lacking = f"; {_cases(num_lacking)} of the suite {'was' if num_lacking == 1 else 'were'} not measured"
             told.append(f"suite {suite}: {', '.join(parts)}{lacking if num_lacking > 0 else ''}")
     return told
+
+
+def _num_lacking(suite: str, members: Sequence[Result]) -> int:
+    """How many cases nobody measured of the suite as it was last. What is no longer in it makes up for none: by the
+    suite at hand where that is as large still, else by the runs back to one that had all of its own."""
+    num_cases, runs = members[-1].num_suite_cases, _runs(members)
+    if len(current := _cases_at_hand(suite)) == num_cases:
+        return len(current - {one.case.id for one in members})
+    known: set[str] = set()
+    for of_run in reversed(runs):
+        own = {one.case.id for one in of_run}
+        known |= own
+        if len(own) >= of_run[-1].num_suite_cases:
+            break
+    return num_cases - len(known)
+
+
+def _runs(members: Sequence[Result]) -> list[list[Result]]:
+    """By suite run, the last one last."""
+    found: dict[str, list[Result]] = {}
+    for one in members:
+        found.setdefault(one.suite_run, []).append(one)
+    return sorted(found.values(), key=lambda of_run: of_run[0].started)
+
+
+def _cases_at_hand(suite: str) -> set[str]:
+    """The ids of the cases of the suite of that name; none where it is not among ours, or cannot be loaded."""
+    try:
+        return {case.id for case in suites.load(suite).cases} if suite in suites.names() else set()
+    except ValueError:
+        return set()
 
 
 def _cases(count: int) -> str:

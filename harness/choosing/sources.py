@@ -51,9 +51,16 @@ def from_store(
 
 
 def on_their_machines(results: Iterable[Result]) -> list[Result]:
-    """A case that never started tells of no machine: it is put on the one where the others of its suite run ran."""
+    """A case that never started tells of no machine: it is put on the one where the others of its suite run ran, or
+    where nothing started in that, on the one of the suite's run before."""
     found = list(results)
-    machines = {r.suite_run: r.environment[MACHINE] for r in found if MACHINE in r.environment}
+    machines: dict[str, str] = {r.suite_run: r.environment[MACHINE] for r in found if MACHINE in r.environment}
+    before: dict[str, str] = {}
+    for result in sorted(found, key=lambda result: result.started):
+        if result.suite_run in machines:
+            before[result.suite] = machines[result.suite_run]
+        elif result.suite in before:
+            machines[result.suite_run] = before[result.suite]
     return [
         r
         if MACHINE in r.environment or r.suite_run not in machines
@@ -74,7 +81,7 @@ def nights_from_store(runs: Iterable[Mapping[str, Any]], suites: Collection[str]
 
 def latest_of_each_suite(runs: Iterable[Mapping[str, Any]]) -> list[str]:
     """The suite runs that began last. Where the last one of a suite has but some of its cases, those before it on the
-    same machine complete it, back to one that has all."""
+    same machine complete it, back to one that has all; where nothing started in it, on that of the one before."""
     cases: dict[str, list[Mapping[str, Any]]] = {}
     for run in runs:
         cases.setdefault(suite_run(run), []).append(run)
@@ -83,8 +90,10 @@ def latest_of_each_suite(runs: Iterable[Mapping[str, Any]]) -> list[str]:
         last, *earlier = reversed(clocks.in_order(began))
         found.append(last)
         if not _is_whole(cases[last]):
+            told = (_machines(cases[name]) for name in (last, *earlier))
+            machines = next(filter(None, told), set[str]())
             for name in earlier:
-                if _machines(cases[name]) == _machines(cases[last]):
+                if _machines(cases[name]) == machines:
                     found.append(name)
                     if _is_whole(cases[name]):
                         break

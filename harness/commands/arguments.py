@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from harness.one_line import one_line
+
 BAD_INPUT = 2
 
 ResultsOption = Annotated[
@@ -61,7 +63,7 @@ def warning_line() -> Iterator[None]:
     try:
         yield
     except ConnectionError as error:
-        print(f"meshmark: {one_line(str(error))}", file=sys.stderr)
+        print(f"meshmark: {one_line(error)}", file=sys.stderr)
 
 
 @contextmanager
@@ -70,9 +72,5 @@ def bad_input() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        print(f"meshmark: {one_line(str(error))}", file=sys.stderr)
+        print(f"meshmark: {one_line(error)}", file=sys.stderr)
         raise typer.Exit(BAD_INPUT) from None
-
-
-def one_line(text: str) -> str:
-    return " ".join(text.split())

@@ -102,14 +102,17 @@ def _page(results: list[Path], out: Path | None, readme: Path | None) -> None:
             page = topology_page.page(found, *results)
         else:
             page = comparison_page.page(textbook.filled_in(found), *results)
+        text = None
         if readme is not None:
             try:
                 text = readme_figures.with_figures(readme.read_text(encoding="utf-8"), found)
             except ValueError as error:
                 raise ValueError(f"--readme {readme}: {error}") from error
-            readme.write_text(text, encoding="utf-8")
+        # First what README points to: a page that cannot be written leaves README as it was.
         if out is not None:
             out.write_text(page, encoding="utf-8")
+        if readme is not None and text is not None:
+            readme.write_text(text, encoding="utf-8")
     print(page if out is None else f"{out}: {len(found)} cases", end="" if out is None else "\n")
 
 

@@ -15,9 +15,9 @@ from harness.commands.arguments import (
     JudgedSuiteOption,
     SuiteRunOption,
     bad_input,
-    one_line,
     warning_line,
 )
+from harness.one_line import one_line
 
 if TYPE_CHECKING:
     from harness.paired.paired_report import PairedRun
@@ -114,7 +114,7 @@ def _confirmed(
     except KeyboardInterrupt as interrupt:
         return confirmation.with_note(judged, confirmation.INTERRUPTED), interrupt
     except (ValueError, OSError, subprocess.SubprocessError) as error:
-        return confirmation.with_note(judged, f"nothing timed in turns: {one_line(str(error))}"), None
+        return confirmation.with_note(judged, f"nothing timed in turns: {one_line(error)}"), None
 
 
 def accept(

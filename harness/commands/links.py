@@ -11,7 +11,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from harness.commands.arguments import bad_input, count, one_line
+from harness.commands.arguments import bad_input, count
+from harness.one_line import one_line
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 

@@ -71,8 +71,9 @@ def run(
         directory = suite_run.directory_for(chosen.name, results, resume=resume)
     asked = ["meshmark", "run", suite, *(["--only", only] if only else [])]
     asked += ["--device", device] if device != "cpu" else []
+    asked += ["--engine", engine] if engine != "local" else []
+    asked += [] if ranks_per_node is None else ["--ranks-per-node", str(ranks_per_node)]
     again = [*asked, "--results", str(directory), "--resume"]
-    again += [] if ranks_per_node is None else ["--engine", engine, "--ranks-per-node", str(ranks_per_node)]
     raise typer.Exit(
         suite_run.execute(
             chosen,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from harness import environment
 from harness.case import Case
+from harness.one_line import one_line
 from harness.paired import builds, paired_run
 from harness.paired.in_turns import ComparedCase
 from harness.paired.paired_report import PairedRun
@@ -57,7 +58,7 @@ def confirm(
                 opened = builds.of_revisions(commits, repository, tell)
                 run = paired_run.run(checked.suite, chosen, opened, device=device, tell=tell)
             except (ValueError, OSError, subprocess.SubprocessError) as error:
-                outcome.leave(_one_line(error), len(nominated))
+                outcome.leave(one_line(error), len(nominated))
                 continue
             for compared in run.cases:
                 if compared.comparison is None and compared.verdict != "failed":
@@ -117,7 +118,7 @@ def _kept(run: PairedRun, keep: Callable[[PairedRun], Path]) -> str:
     try:
         return f"every time of {run.a.name[:8]} and {run.b.name[:8]} in turns: {keep(run)}"
     except OSError as error:
-        return f"the times of {run.a.name[:8]} and {run.b.name[:8]} in turns are not kept: {_one_line(error)}"
+        return f"the times of {run.a.name[:8]} and {run.b.name[:8]} in turns are not kept: {one_line(error)}"
 
 
 def _with_outcome(checked: Check, outcome: _Outcome) -> Check:
@@ -152,7 +153,3 @@ def _with(case: CaseVerdict, said: Mapping[str, Finding]) -> CaseVerdict:
         return case
     others = [finding for finding in case.findings if finding is not case.time]
     return replace(case, findings=(*others, said[case.run.case_id]))
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

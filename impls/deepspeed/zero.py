@@ -61,6 +61,7 @@ class DeepSpeedZero(Implementation):
 
     libraries = ("deepspeed",)
     strategy = "zero_1"
+    strategy_option = "stage"
 
     @classmethod
     def unavailable(cls) -> str | None:
@@ -131,6 +132,10 @@ class DeepSpeedZero(Implementation):
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> int | None:
         return zero_costs.wire_bytes(zero_config.clipped(workload, options), parameters, layout, options)
+
+    @classmethod
+    def beyond_the_textbook(cls, device: torch.device, options: Mapping[str, Any]) -> str | None:
+        return zero_config.beyond_the_textbook(device, options)
 
     @classmethod
     def predicted_traffic(

@@ -80,6 +80,14 @@ class FairScaleShardedOptimizer(Implementation):
         )
 
     @classmethod
+    def beyond_the_textbook(cls, device: torch.device, options: Mapping[str, Any]) -> str | None:
+        more = ", and in gloo's broadcasts ranks pass on what others sent" if device.type == "cpu" else ""
+        return (
+            "DistributedDataParallel all-reduces gradients, twice the bytes of a reduce-scatter, and owners broadcast "
+            f"parameters besides{more}"
+        )
+
+    @classmethod
     def predicted_traffic(
         cls,
         workload: Workload,

@@ -116,6 +116,12 @@ class FairScaleShardedDataParallel(Implementation):
             for rank in range(ranks)
         )
 
+    @classmethod
+    def beyond_the_textbook(cls, device: torch.device, options: Mapping[str, Any]) -> str | None:
+        if device.type != "cpu":
+            return None
+        return "in gloo's reductions to an owner, and in its broadcasts, ranks pass on what others sent"
+
     def __init__(
         self,
         workload: Workload,

@@ -64,6 +64,7 @@ class NativeDataParallel(Implementation):
     """
 
     strategy = "data_parallel"
+    transport_option = "transport"
     whose: ClassVar[str] = "native.ddp"  # in messages
 
     @classmethod
@@ -118,6 +119,12 @@ class NativeDataParallel(Implementation):
         if workload.synchronise_batch_norm:
             summed += workload.training.num_micro_batches * summed_bytes(workload, layout.data)
         return all_reduce_wire_bytes(summed, ranks) + served + broadcast_wire_bytes(workload.buffer_bytes(), ranks)
+
+    @classmethod
+    def beyond_the_textbook(cls, device: torch.device, options: Mapping[str, Any]) -> str | None:
+        if options.get("reduction") != "parameter_server" or options.get("transport") == "shared_memory":
+            return None
+        return "the first rank sends every other one the whole sum"
 
     @classmethod
     def predicted_traffic(

@@ -51,6 +51,7 @@ class NativeHybrid(Implementation):
     the process group. All other options are those of the strategy they belong to."""
 
     strategy = "hybrid"
+    transport_option = "transport"
 
     @classmethod
     def refused_options(cls, options: Mapping[str, Any]) -> str | None:

@@ -67,6 +67,8 @@ class NativeShardedOptimizer(Implementation):
     """
 
     strategy = "zero"
+    strategy_option = "stage"
+    transport_option = "transport"
     whose: ClassVar[str] = "native.zero"  # in messages
 
     @classmethod

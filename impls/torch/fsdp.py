@@ -100,6 +100,10 @@ class TorchFullySharded(Implementation):
         )
 
     @classmethod
+    def beyond_the_textbook(cls, device: torch.device, options: Mapping[str, Any]) -> str | None:
+        return "over gloo a reduce-scatter is an all-reduce of twice the bytes" if device.type == "cpu" else None
+
+    @classmethod
     def predicted_traffic(
         cls,
         workload: Workload,

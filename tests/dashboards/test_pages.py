@@ -281,6 +281,22 @@ def test_a_distance_is_held_against_what_its_own_case_is_allowed() -> None:
     assert within["text"][1] == "torch.ddp, 2 devices: off by 1.00e-05, 5.0e-05 is allowed"
 
 
+def test_what_is_no_finite_number_is_crossed_on_the_top_edge() -> None:
+    samples = {"losses": [4.0, "nan", "inf", 4.00004], "reference_losses": [4.0] * 4}
+    (figure,) = of_kind(parity.blocks(study(result("native.ddp", samples=samples))), "figure")
+    top = 10 ** figure["layout"]["yaxis"]["range"][1]
+    own, crosses = figure["traces"]
+    assert crosses["x"] == [1, 2, 3]
+    assert crosses["y"] == pytest.approx([top, top, 1e-5])
+    assert crosses["text"][0] == "native.ddp, 2 devices: no finite number, 2.0e-06 is allowed"
+    assert own["y"][1:] == pytest.approx([top, top, 1e-5])
+    # Without a tolerance, too, as in results of old.
+    untold = dataclasses.replace(HELD, tolerance={})
+    (figure,) = of_kind(parity.blocks(study(result("native.ddp", parity=untold, samples=samples))), "figure")
+    assert figure["traces"][-1]["x"] == [1, 2]
+    assert figure["traces"][-1]["text"][0] == "native.ddp, 2 devices: no finite number"
+
+
 def test_the_first_step_is_held_against_what_it_is_allowed() -> None:
     held = dataclasses.replace(HELD, tolerance={**HELD.tolerance, "loss": 1e-4, "first_loss": 2e-6})
     samples = {"losses": [4.00004, 4.00004], "reference_losses": [4.0, 4.0]}

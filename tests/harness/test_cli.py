@@ -15,6 +15,7 @@ from harness import cli, suites
 from harness.case import Case
 from harness.layout import Layout
 from harness.result import Result, append
+from tests.harness.test_readme_figures import README, RUN
 
 BAD_SUITE = """
 from harness.case import Case, Suite
@@ -162,20 +163,25 @@ def test_a_run_on_gpus_needs_one(capsys: pytest.CaptureFixture[str], monkeypatch
     assert capsys.readouterr().err == "meshmark: --device cuda: expected a CUDA device on this machine, found none\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["--device", "cuda"]], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [[], ["--device", "cuda"], ["--engine", "torchrun", "--ranks-per-node", "2"]], ids=str
+)
 def test_a_run_is_on_the_device_asked_for_and_goes_on_there(
     arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     devices = []
+    commands = []
 
-    def interrupted(*_: Any, device: str, **__: Any) -> None:
+    def interrupted(*_: Any, device: str, command: str, **__: Any) -> None:
         devices.append(device)
+        commands.append(command)
         raise KeyboardInterrupt
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("harness.runner.run", interrupted)
     assert cli.main(["run", bad_suite("{}"), *arguments, "--results", "r"]) == 130
-    assert devices == ["cuda" if arguments else "cpu"]
+    assert devices == ["cuda" if "cuda" in arguments else "cpu"]
+    assert commands == [" ".join(["meshmark run bad_suite.py", *arguments])], "kept beside the results"
     again = " ".join(["meshmark run bad_suite.py", *arguments, "--results r --resume"])
     assert capsys.readouterr().err.endswith(f"; to go on: {again}\n")
 
@@ -244,6 +250,20 @@ def test_compare_leaves_a_readme_alone_that_it_cannot_make_anew(
     assert Path("mine.md").read_text() == "no marks"
     assert cli.main(["compare", "main", "mine", "--suite", "smoke", "--readme", "mine.md"]) == 2
     assert "--readme is for the page of results directories" in capsys.readouterr().err
+
+
+def test_compare_leaves_a_readme_alone_whose_page_it_cannot_write(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "r").mkdir()
+    for one in RUN:
+        append(tmp_path / "r", one)
+    Path("mine.md").write_text(README)
+    assert cli.main(["compare", "r", "--out", "nowhere/page.md", "--readme", "mine.md"]) == 2
+    assert "'nowhere/page.md'" in capsys.readouterr().err
+    assert Path("mine.md").read_text() == README
+    assert cli.main(["compare", "r", "--out", "page.md", "--readme", "mine.md"]) == 0
+    assert "| zero_2 |" in Path("mine.md").read_text()
 
 
 def test_an_upload_that_did_not_arrive_fails_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

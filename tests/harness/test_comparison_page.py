@@ -10,9 +10,8 @@ import pytest
 
 from harness import suite_file
 from harness.case import Case
-from harness.comparison_page import LEGEND, TEXTBOOK_MEANING, page
+from harness.comparison_page import LEGEND, page
 from harness.layout import Layout
-from harness.markdown import plain
 from harness.report import RATIO_MEANING_WITHOUT_TURNS
 from harness.result import Parity, Result
 
@@ -309,12 +308,14 @@ def test_a_best_peer_whose_parity_nobody_checked_is_marked_wherever_it_is_a_meas
 
 
 def test_what_sends_more_than_the_textbook_of_its_stage_says_why_at_the_table() -> None:
-    def with_bytes(sent: float) -> Result:
+    def with_bytes(sent: float, name: str = "torch.zero", why: str | None = "it all-reduces") -> Result:
         metrics = {"communication.bytes_per_step": sent, "communication.textbook_bytes_per_step": 64.0}
-        return result("torch.zero", "peer", strategy="zero_1", metrics=metrics)
+        return result(name, "peer", strategy="zero_1", metrics=metrics, beyond_the_textbook=why)
 
-    assert f"- {plain(TEXTBOOK_MEANING)}" in page([with_bytes(96.0)], Path("r")).splitlines()
-    assert TEXTBOOK_MEANING not in page([with_bytes(65.0)], Path("r"))
+    both = [with_bytes(96.0), with_bytes(128.0, "a.b"), with_bytes(65.0, "c.d"), with_bytes(96.0, "e.f", None)]
+    told = [line for line in page(both, Path("r")).splitlines() if "textbook is" in line]
+    assert told == ["- more than the textbook is sent under torch.zero, a.b, because it all-reduces"]
+    assert "because it all-reduces" not in page([with_bytes(65.0)], Path("r"))
 
 
 def test_the_settings_in_the_matrix_are_told_below_it() -> None:

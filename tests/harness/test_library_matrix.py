@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from harness import library_matrix
 from harness.case import Case
 from harness.layout import Layout
 from harness.library_matrix import Cell, Line, columns, matrix
 from harness.result import Result
 from harness.topology import Topology
+from impls.native.ddp import NativeDataParallel
 from tests.harness.test_ratios import HELD
 
 
@@ -98,6 +102,43 @@ def test_a_setting_that_is_not_the_default_is_told_but_for_what_the_table_says()
     piped = result("deepspeed.pipeline", "peer", 0.4, "pipeline_parallel", case={"options": {"stage": 1}})
     (line,) = matrix([result("native.pipeline", "subject", 0.3, "pipeline_parallel"), piped])
     assert line.cells["deepspeed"].setting == "deepspeed.pipeline stage=1"
+
+
+def test_what_is_given_as_it_is_by_itself_has_no_letter() -> None:
+    def of(name: str, strategy: str, **options: Any) -> list[Result]:
+        subject = result("native.zero", "subject", 0.3, strategy)
+        return [subject, result(name, "peer", 0.4, strategy, case={"options": options})]
+
+    def setting(results: list[Result]) -> str:
+        return matrix(results)[0].cells[results[1].case.implementation.partition(".")[0]].setting
+
+    assert setting(of("torch.fsdp", "zero_3", reshard_after_forward=True)) == ""
+    assert setting(of("torch.fsdp", "zero_3", reshard_after_forward=True, blocks_per_group=2)) == (
+        "torch.fsdp blocks_per_group=2"
+    )
+    # Of one that cannot be loaded nobody knows that.
+    assert setting(of("gone.fsdp", "zero_3", reshard_after_forward=True)) == "gone.fsdp reshard_after_forward=True"
+    ours = result("native.pipeline", "subject", 0.3, "pp", case={"options": {"schedule": "1f1b"}})
+    assert matrix([ours, result("torch.pipeline", "peer", 0.4, "pp")])[0].cells["native"].setting == ""
+
+
+def test_what_options_mean_the_implementation_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under whatever names: `way` is its transport, `depth` decides its strategy."""
+
+    class Own(NativeDataParallel):
+        transport_option, strategy_option = "way", "depth"
+
+        def __init__(self, *, way: str = "process_group", depth: int = 0, **_: Any) -> None: ...
+
+    monkeypatch.setattr(library_matrix, "_kind", {"own.zero": Own}.get)
+    shared = {"options": {"way": "shared_memory", "depth": 2}}
+    ours = [
+        result("own.zero", "subject", 0.3, case={"options": {"depth": 2}}),
+        result("own.zero", "subject", 0.2, case=shared),
+    ]
+    (line,) = matrix([*ours, PEER])
+    assert line.cells["own, process group"] == Cell(text="300 ms (0.75)")
+    assert line.cells["own, shared memory"] == Cell(text="200 ms (0.5)")
 
 
 def test_lines_that_differ_by_link_or_comparison_alone_say_so() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from harness import reasons, report
+from harness import measured_on, reasons, report
 from harness.case import Case
 from harness.layout import Layout
 from harness.result import Parity, Result, append, read
@@ -194,10 +194,10 @@ def test_a_fallback_is_said() -> None:
 
 def test_the_machine_is_named() -> None:
     environment = {"device": {"name": "A CPU"}, "logical_cores": 2, "threads_per_rank": 1, "torch": "2.13.0"}
-    assert reasons.measured_on([CRASHED, replace(MEASURED, environment=environment)]) == [
+    assert measured_on.measured_on([CRASHED, replace(MEASURED, environment=environment)]) == [
         "measured on: A CPU, 2 cores, 1 thread(s) a rank, torch 2.13.0"
     ]
-    assert reasons.measured_on([CRASHED]) == []
+    assert measured_on.measured_on([CRASHED]) == []
 
 
 @pytest.mark.parametrize("width", [80, 100, 140])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,6 +52,22 @@ def test_bytes_along_the_data_axis_by_hand(
     assert textbook.bytes_per_step(strategy, workload, parameters, layout) == num_bytes
 
 
+def test_no_library_is_loaded_for_it_and_what_cannot_be_loaded_answers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    load, asked = implementation.load, []
+
+    def loaded(name: str) -> Any:
+        asked.append(name)
+        if name != "native.tensor":
+            raise ImportError(name)
+        return load(name)
+
+    monkeypatch.setattr(implementation, "load", loaded)
+    workload = models.load(GPT)
+    assert textbook.bytes_per_step("tensor_parallel", workload, registry(workload), Layout(tensor=2))
+    assert {name.partition(".")[0] for name in asked} == {"native"}
+    assert textbook.bytes_per_step("pipeline_parallel", workload, registry(workload), Layout(pipeline=2)) is None
+
+
 @pytest.mark.parametrize(
     ("name", "layout", "options", "strategy"),
     [
@@ -92,3 +109,29 @@ def test_results_that_were_written_without_it_get_it() -> None:
     ]
     filled = [one.metrics.get(textbook.METRIC) for one in textbook.filled_in(given)]
     assert filled == [1.5 * gradients, gradients, 1.5 * gradients, None, None, 7.0]
+
+
+def test_a_peer_has_the_textbook_of_the_strategy_whose_peers_it_is_held_against() -> None:
+    """One that keeps gathered parameters stands beside stage 2 where that is ours: so does its textbook."""
+    ours = Case(workload=GPT, implementation="native.zero", layout=Layout(data=2), options={"stage": 2})
+    peer = replace(ours, implementation="torch.fsdp", options={"reshard_after_forward": False}, role="peer")
+    rivals, measured = ("zero_3", "zero_2"), {"x": 1.0, textbook.METRIC: 7.0}
+    given = [
+        Result(case=ours, status="ok", strategy="zero_2", metrics=measured),
+        Result(case=peer, status="ok", strategy="zero_3", comparable_strategies=rivals, metrics=measured),
+    ]
+    gradients = sum(parameter.num_bytes for parameter in registry(models.load(GPT)))
+    assert [one.metrics[textbook.METRIC] for one in textbook.filled_in(given)] == [7.0, gradients]
+
+
+def test_results_that_were_written_without_the_reason_why_they_send_more_get_it() -> None:
+    case = Case(workload=GPT, implementation="torch.fsdp", layout=Layout(data=2), role="peer")
+    own = Result(case=case, status="ok", strategy="zero_3", metrics={textbook.METRIC: 7.0})
+    given = [
+        own,
+        replace(own, environment={"device": {"kind": "cuda"}}),
+        replace(own, beyond_the_textbook="so"),
+        replace(own, case=replace(case, implementation="gone.py:Plan")),
+    ]
+    reasons = [one.beyond_the_textbook for one in textbook.filled_in(given)]
+    assert reasons == ["over gloo a reduce-scatter is an all-reduce of twice the bytes", None, "so", None]

@@ -65,6 +65,24 @@ def other_work(workload: Workload, layout: Layout, options: Mapping[str, Any]) -
     return "; ".join(found) or None
 
 
+def beyond_the_textbook(device: torch.device, options: Mapping[str, Any]) -> str | None:
+    """Why a rank sends more than the textbook of its stage on such devices, or None."""
+    stage, over_gloo = options.get("stage", 1), device.type == "cpu"
+    if stage == 3:
+        return "over gloo a reduce-scatter is an all-reduce of twice the bytes" if over_gloo else None
+    if not stage:
+        return None
+    if reduces_to_owners(options):
+        return "in gloo's reductions to an owner ranks pass on what others sent" if over_gloo else None
+    return "gradients are all-reduced, twice the bytes of a reduce-scatter, and parameters are gathered besides"
+
+
+def reduces_to_owners(options: Mapping[str, Any]) -> bool:
+    """Whether stages 1 and 2 bring each owner the sums of its part alone."""
+    at_once = options.get("use_multi_rank_bucket_allreduce", True)
+    return not at_once and bool(options.get("reduce_scatter", True) and options.get("contiguous_gradients", True))
+
+
 def bucket_elements(parameters: Sequence[LogicalParameter], options: Mapping[str, Any]) -> int:
     """The most gradient elements that are reduced at once."""
     trained = sum(parameter.num_elements for parameter in parameters if parameter.trainable)

@@ -199,9 +199,18 @@ def test_a_precision_that_was_not_measured_is_named_beside_those_that_were() -> 
 
 def test_a_case_that_never_started_is_put_on_the_machine_of_its_suite_run() -> None:
     lost = replace(MISSING, environment={})
-    elsewhere = replace(lost, suite_run="another")
-    found = on_their_machines([*EVERYTHING, lost, elsewhere])
-    assert [one.environment.get("machine_fingerprint") for one in found[-2:]] == [MACHINE, None]
+    elsewhere = replace(lost, suite="another", suite_run="another")
+    before = replace(lost, suite_run="before", started=lost.started - 1)
+    # Nothing started in that run: it is taken to be on the machine of the one before.
+    after = replace(lost, suite_run="after", started=lost.started + 1)
+    found = on_their_machines([*EVERYTHING, lost, elsewhere, before, after])
+    assert [one.environment.get("machine_fingerprint") for one in found[-4:]] == [MACHINE, None, None, MACHINE]
+
+
+def test_what_never_started_is_not_the_last_machine_that_did_the_work() -> None:
+    lost = replace(MISSING, environment={}, started=1.9e9)
+    said = answer([*EVERYTHING, lost], model=WORK, precision=None, place=Place(num_devices=2), memory_bytes=100 * MIB)
+    assert said.situation.machine == MACHINE
 
 
 def test_the_command_prints_the_same_and_says_bad_input_in_one_line(

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
+from harness.case import Suite
 from harness.choosing import origins
-from tests.harness.choosing.scenes import EVERYTHING, MISSING, STAGE_1, result
+from harness.result import Result
+from tests.harness.choosing.scenes import DATA_PARALLEL, EVERYTHING, MISSING, PEER, STAGE_1, STAGE_2, result
 
 CPU = {"device": {"kind": "cpu", "name": "a processor"}, "physical_cores": 2, "torch": "2.13.0", "commit": "a" * 40}
 
@@ -55,3 +59,22 @@ def test_a_whole_run_needs_no_words_and_a_part_says_where_the_rest_is_from() -> 
     assert origins.completed([again, *whole, *every]) == [], "what was replaced is not on the page"
     other = replace(again, suite="other", num_suite_cases=1)
     assert origins.completed([*whole, other]) == [], "suites stand for themselves"
+
+
+def test_what_is_no_longer_in_the_suite_makes_up_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(number: int, *members: Result, of: int) -> list[Result]:
+        began = DATA_PARALLEL.started + number
+        return [replace(one, suite_run=f"r-{number}", started=began, num_suite_cases=of) for one in members]
+
+    # The first run was whole by itself, and so was the second, without that case: it has left the suite.
+    found = [*run(1, PEER, of=1), *run(2, DATA_PARALLEL, STAGE_2, of=2), *run(3, STAGE_1, of=4)]
+    (told,) = origins.completed(found)
+    assert told.endswith("; 1 case of the suite was not measured")
+    # As large as before, with another case: which one, the suite at hand says.
+    cases = (DATA_PARALLEL.case, STAGE_1.case, STAGE_2.case)
+    monkeypatch.setattr(origins.suites, "load", lambda name: Suite(name=name, cases=cases))
+    swapped = [*run(1, PEER, DATA_PARALLEL, STAGE_2, of=3), *run(2, DATA_PARALLEL, of=3)]
+    (told,) = origins.completed(swapped)
+    assert told.endswith("; 1 case of the suite was not measured")
+    whole = run(3, *(replace(PEER, case=case) for case in cases), of=3)
+    assert origins.completed([*swapped, *whole]) == ["suite sharding: 3 cases of r-3, 1 of r-1"]

@@ -83,3 +83,20 @@ def test_a_machine_is_asked_for_by_the_beginning_of_its_fingerprint(monkeypatch:
     ):
         sources.from_store(runs, machine="x")
     assert sources.places_of_work(runs) == {("gpt:size=17m", "fp32", "abcdef"), ("gpt:size=17m", "fp32", "fedcba")}
+
+
+def test_a_run_in_which_nothing_started_is_on_the_machine_of_the_one_before() -> None:
+    runs = [
+        *runs_of("s", 1, "abc", of=3),
+        *runs_of("s", 2, "abc", of=3, machine="other"),
+        *runs_of("s", 3, "ab", of=3, machine=""),
+    ]
+    assert sources.latest_of_each_suite(runs) == ["s-3", "s-2"]
+    runs += [*runs_of("s", 4, "a", of=3, machine=""), *runs_of("s", 5, "c", of=3, machine="m")]
+    assert sources.latest_of_each_suite(runs) == ["s-5", "s-1"]
+    assert sources.latest_of_each_suite(runs_of("s", 1, "a", of=3, machine="")) == ["s-1"]
+
+
+def test_a_run_in_which_nothing_started_completes_none() -> None:
+    runs = [*runs_of("s", 1, "abc", of=3), *runs_of("s", 2, "abc", of=3, machine=""), *runs_of("s", 3, "a", of=3)]
+    assert sources.latest_of_each_suite(runs) == ["s-3", "s-1"]
