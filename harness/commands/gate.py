@@ -39,8 +39,8 @@ def check(
         typer.Option(
             "--confirm/--no-confirm",
             help="Time what is regressed or suspect in turns, on the last commit before and on tonight's, and let that "
-            "decide; some minutes a case. By default the five that are slower by most, where both commits are in the "
-            "repository here and this is the history's machine; --confirm: all of them, on another machine, too.",
+            "decide; some minutes a case. By default five, regressed first, then slowest, where both commits are in "
+            "the repository here and this is the history's machine; --confirm: all of them, on another machine, too.",
             show_default=False,
         ),
     ] = None,
@@ -129,7 +129,7 @@ def accept(
     accepted: AcceptedOption = None,
     no_upload: Annotated[bool, typer.Option("--no-upload", help="Leave MLflow alone.")] = False,
 ) -> None:
-    """Take what a suite run shows as what is right from now on: exact figures, and times that have moved.
+    """Take what a suite run shows as what is right from now on: exact figures, times that have moved, and what is gone.
 
     [bold]meshmark accept --suite nightly[/]               the latest run of it, into accepted/nightly.txt
 
@@ -145,7 +145,7 @@ def accept(
         if not cases:
             raise ValueError(f"--only {only}: expected part of one of {len(judged.cases)} cases' names, found none")
         lines = gate.accept_cases(judged, cases, accepted)
-    print("\n".join(lines) if lines else "nothing to accept: all is as accepted, and no time has moved")
+    print("\n".join(lines) if lines else "nothing to accept: all is as accepted, nothing has moved or is gone")
     if lines and not no_upload:
         with warning_line():
             gate.record_acceptance(judged, cases, datetime.now(UTC))

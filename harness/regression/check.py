@@ -10,17 +10,19 @@ from harness.regression.accepted_values import Accepted, Place
 from harness.regression.exact_figures import exact_findings, exact_values
 from harness.regression.history import STEP_SECONDS, CaseRun, last_ok, nights_of
 from harness.regression.time_finding import time_finding
-from harness.regression.verdicts import MOVED, RED, Finding, Verdict, worst
+from harness.regression.verdicts import RED, Finding, Verdict, worst
 
 _REGRESSIONS_OF_A_MACHINE = 3  # fewer may well be the code's
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaseVerdict:
-    """A case with all that was found of it; its `verdict` is the worst."""
+    """A case with all that was found of it; its `verdict` is the worst. `last_ok`: of one that cannot run any more, the
+    last run in which it could, unless its absence was accepted."""
 
     run: CaseRun
     findings: tuple[Finding, ...]
+    last_ok: CaseRun | None = None
 
     @property
     def verdict(self) -> Verdict:
@@ -33,7 +35,7 @@ class CaseVerdict:
     @property
     def moved(self) -> bool:
         """Whether there is anything to accept."""
-        return any(finding.verdict in MOVED for finding in self.findings)
+        return any(finding.is_acceptable for finding in self.findings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +83,15 @@ def _case_verdict(
     run: CaseRun, nights: Sequence[CaseRun], last_ok_run: CaseRun | None, accepted: Accepted
 ) -> CaseVerdict:
     findings: list[Finding] = []
+    lost_since = None
     if run.status == "parity failed" == run.expected:
         findings.append(Finding(figure="status", verdict="ok", text="parity failed, as expected"))
     elif run.status == "parity failed":
         text = run.explanation or run.reason or "does not train the model that one process trains"
         findings.append(Finding(figure="status", verdict="parity failed", text=text))
     elif run.status in ("unsupported", "unavailable"):
-        findings.append(_not_run(run, last_ok_run))
+        lost_since = _unless_accepted(last_ok_run, accepted)
+        findings.append(_not_run(run, lost_since))
     elif run.status != "ok":
         findings.append(Finding(figure="status", verdict="failed", text=f"{run.status}: {run.reason}"))
     else:
@@ -95,18 +99,29 @@ def _case_verdict(
         findings += exact_findings(values, accepted.values.get(place_of(run), {}), run.parity_steps)
         if STEP_SECONDS in run.metrics:
             findings.append(time_finding(run, nights, accepted.times.get(place_of(run), 0.0)))
-        elif nights:  # else nobody asked for its time
+        elif nights and nights[-1].started >= accepted.times.get(place_of(run), 0.0):  # else nobody asks for its time
             text = f"step time: not measured, {len(nights)} nights before have it, the last one {nights[-1].suite_run}"
-            findings.append(Finding(figure=STEP_SECONDS, verdict="suspect", text=text))
-    return CaseVerdict(run=run, findings=tuple(findings))
+            findings.append(Finding(figure=STEP_SECONDS, verdict="suspect", text=text, is_absence=True))
+    return CaseVerdict(run=run, findings=tuple(findings), last_ok=lost_since)
+
+
+def _unless_accepted(last_ok_run: CaseRun | None, accepted: Accepted) -> CaseRun | None:
+    if last_ok_run is None or accepted.absences.get(place_of(last_ok_run), 0.0) > last_ok_run.started:
+        return None
+    return last_ok_run
 
 
 def _not_run(run: CaseRun, last_ok_run: CaseRun | None) -> Finding:
-    """One that has never run here is nobody's trouble; one that has may have been lost with a broken installation."""
+    """One that has not run here is nobody's trouble. One that has may have been lost with a broken installation; where
+    our own code refuses it, it is that code which is worse."""
     if last_ok_run is None:
         return Finding(figure="status", verdict="insufficient data", text=f"{run.status}: {run.reason}")
-    text = f"ran until {last_ok_run.suite_run}, tonight {run.status}: {run.reason}"
-    return Finding(figure="status", verdict="suspect", text=text)
+    text = (
+        f"ran until {last_ok_run.suite_run}, tonight {run.status}: {run.reason}; where that is intended, "
+        "`meshmark accept`"
+    )
+    verdict: Verdict = "failed" if run.status == "unsupported" else "suspect"
+    return Finding(figure="status", verdict=verdict, text=text, is_absence=True)
 
 
 def _notes(

@@ -47,9 +47,9 @@ def confirm(
     """The check with the word of an A/B on each case whose time is nominated: `regressed` where it confirms that,
     `suspect` where it does not. Where it cannot say (a commit that is not in `repository`, a case that is not among
     `cases` by its id, another device, or by `machine_of` a device, a machine that is not the history's, one that is to
-    be looked at first) the verdict stays, and a note has the reason; so it does beyond the MOST_CASES that are slower
-    by most. With no `machine_of` all are timed, on whatever machine this is. `keep` puts every time of a comparison
-    somewhere. Interrupted after Ctrl-C."""
+    be looked at first) the verdict stays, and a note has the reason; so it does beyond MOST_CASES, taken as regressed
+    first, then slowest. With no `machine_of` all are timed, on whatever machine this is. `keep` puts every time of a
+    comparison somewhere. Interrupted after Ctrl-C."""
     outcome = _Outcome()
     try:
         for (commits, device), nominated in _nominated(checked, cases, machine_of, outcome).items():
@@ -106,7 +106,8 @@ def _nominated(
             found.append((finding, finding.commits, run))
     if machine_of is not None and len(found) > MOST_CASES:
         found.sort(key=lambda item: (item[0].verdict != "regressed", -(item[0].shift or 0.0)))
-        outcome.leave(f"{MOST_CASES} others are slower by more; --confirm times all", len(found) - MOST_CASES)
+        reason = f"{MOST_CASES} others come first (regressed, then slowest); --confirm times all"
+        outcome.leave(reason, len(found) - MOST_CASES)
         del found[MOST_CASES:]
     groups: dict[tuple[tuple[str, str], str], dict[str, Finding]] = {}
     for finding, commits, run in found:

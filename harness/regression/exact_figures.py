@@ -53,15 +53,25 @@ def exact_values(metrics: Mapping[str, float], precision: str, parity_steps: int
 
 
 def exact_findings(values: Mapping[str, float], accepted: Mapping[str, float], parity_steps: int) -> list[Finding]:
-    """One finding for each figure that has an accepted value. One that is missing now is suspect: nobody has seen that
-    it is as it should be."""
-    names = {figure.name_after(parity_steps): figure for figure in EXACT_FIGURES}
-    return [
-        _finding(name, figure, values.get(name), accepted[name]) for name, figure in names.items() if name in accepted
-    ]
+    """One finding for each accepted value. One that nothing can be held against now is suspect: nobody has seen that it
+    is as it should be."""
+    findings: list[Finding] = []
+    told: set[str] = set()
+    for figure in EXACT_FIGURES:
+        name = figure.name_after(parity_steps)
+        others = after_other_steps(name, accepted)
+        told |= {name, *others}
+        if name in accepted:
+            findings.append(_finding(name, figure, values.get(name), accepted[name]))
+        else:
+            findings += [
+                _of_other_steps(other, figure, accepted[other], values.get(name), parity_steps) for other in others
+            ]
+    unknown = [name for name in accepted if name not in told]
+    return findings + [_suspect(name, f"{name}: accepted, but no exact figure has that name") for name in unknown]
 
 
-def superseded(name: str, accepted: Collection[str]) -> list[str]:
+def after_other_steps(name: str, accepted: Collection[str]) -> list[str]:
     """The accepted figures that are this one after another number of steps, or of nobody knows how many."""
     figure = name.partition(".after_")[0]
     if figure == name:
@@ -71,8 +81,7 @@ def superseded(name: str, accepted: Collection[str]) -> list[str]:
 
 def _finding(name: str, figure: ExactFigure, value: float | None, accepted: float) -> Finding:
     if value is None:
-        text = f"{figure.words}: not measured, accepted is {_number(accepted)}"
-        return Finding(figure=name, verdict="suspect", text=text)
+        return _suspect(name, f"{figure.words}: not measured, accepted is {_number(accepted)}")
     shift = (value - accepted) / abs(accepted) if accepted else float(value != 0)
     if abs(value - accepted) <= figure.tolerance * abs(accepted):
         return Finding(figure=name, verdict="ok", text=f"{figure.words}: as accepted", shift=shift)
@@ -80,6 +89,19 @@ def _finding(name: str, figure: ExactFigure, value: float | None, accepted: floa
     text = f"{figure.words}: {_number(value)}, accepted is {_number(accepted)} ({shift:+.2%}{allowed})"
     better = figure.less_is_better and value < accepted
     return Finding(figure=name, verdict="improved" if better else "regressed", text=text, shift=shift)
+
+
+def _of_other_steps(name: str, figure: ExactFigure, accepted: float, value: float | None, parity_steps: int) -> Finding:
+    """`value` is that after `parity_steps`, which is another figure than the accepted one, `name`."""
+    after = name.partition(".after_")[2].replace("_", " ") or "an unknown number of steps"
+    if value is None:
+        return _suspect(name, f"{figure.words}: not measured, accepted after {after} is {_number(accepted)}")
+    text = f"{figure.words}: accepted after {after}, measured after {parity_steps}: `meshmark accept`"
+    return _suspect(name, text)
+
+
+def _suspect(name: str, text: str) -> Finding:
+    return Finding(figure=name, verdict="suspect", text=text, is_absence=True)
 
 
 def _number(value: float) -> str:

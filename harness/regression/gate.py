@@ -104,9 +104,10 @@ def accept_cases(checked: Check, cases: Sequence[CaseVerdict], accepted_director
 def record_acceptance(
     checked: Check, cases: Sequence[CaseVerdict], now: datetime, *, tracking_uri: str | None = None
 ) -> None:
-    """Tags the store's runs of `cases` as accepted. ConnectionError if it does not take them."""
+    """Tags the store's runs of `cases` as accepted, where they can be. ConnectionError if it does not take them."""
     stamp = now.astimezone(UTC).isoformat(timespec="seconds")
-    tags = {case.run.run_id: {"accepted": stamp} for case in cases if case.run.run_id and case.run.status == "ok"}
+    taken = [case.run.run_id for case in cases if case.run.status == "ok" or case.last_ok is not None]
+    tags = {run_id: {"accepted": stamp} for run_id in taken if run_id}
     tracking.set_tags(tags, tracking_uri=tracking_uri)
 
 

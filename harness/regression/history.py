@@ -172,8 +172,8 @@ def nights_of(tonight: CaseRun, runs: Iterable[CaseRun]) -> list[CaseRun]:
 
 
 def last_ok(tonight: CaseRun, machines: Collection[str], runs: Iterable[CaseRun]) -> CaseRun | None:
-    """The last run before tonight's in which its case ended well, if it is among the suite's last MAX_NIGHTS on those
-    machines. A case that cannot run tells no machine of its own; with no `machines` any counts."""
+    """The last run before tonight's in which its case ended as expected, if it is among the suite's last MAX_NIGHTS on
+    those machines. A case that cannot run tells no machine of its own; with no `machines` any counts."""
     earlier = [
         run
         for run in runs
@@ -181,15 +181,15 @@ def last_ok(tonight: CaseRun, machines: Collection[str], runs: Iterable[CaseRun]
     ]
     starts = began(earlier)
     latest = set(sorted(starts, key=lambda name: starts[name])[-MAX_NIGHTS:])
-    ended_well = (
+    as_expected = (
         run
         for run in earlier
         if run.case_id == tonight.case_id
-        and run.status == "ok"
+        and run.status == run.expected
         and run.suite_run in latest
         and run.suite_run != tonight.suite_run
     )
-    return max(ended_well, key=lambda run: run.started, default=None)
+    return max(as_expected, key=lambda run: run.started, default=None)
 
 
 def environment_changes(nights: Sequence[CaseRun], since: int) -> dict[str, tuple[str, str]]:

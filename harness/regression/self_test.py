@@ -31,7 +31,7 @@ STEP_NIGHT = 60
 FIX_NIGHT = 75  # in series whose slowdown is mended again
 SLOWDOWNS = (0.03, 0.05, 0.1)
 LAST_NIGHT_RULE = 0.05
-QUIET_SERIES, COMPARISONS = 4, 20  # for each series with a slowdown
+QUIET_SERIES, COMPARISONS = 4, 20  # for each series with a slowdown, by default
 # What must hold, or the gate is broken. In large simulations such a detector alarms 0.3 to 1.7 times in 1,000 nights,
 # by the kind of noise: no more alarms are allowed than 99 of 100 samples as small as this one hold at 1.7. There it
 # finds all 5 % slowdowns at 2 % noise, half of them within 2 to 7 nights; the median of ten may lie one night later.
@@ -172,11 +172,12 @@ def most_alarms(num_nights: int) -> int:
     return int(stats.poisson.ppf(CONFIDENCE, FALSE_ALARMS_PER_1000 * num_nights / 1000))
 
 
-def self_test(*, num_series: int = 10, seed: int = 0) -> SelfTest:
-    """Simulates `num_series` series of MAX_NIGHTS nights of each kind; the same seed gives the same answer."""
+def self_test(*, num_series: int = 10, quiet_series: int = QUIET_SERIES, seed: int = 0) -> SelfTest:
+    """Simulates `num_series` series of MAX_NIGHTS nights of each kind, `quiet_series` times as many of those without a
+    change; the same seed gives the same answer."""
     random = np.random.default_rng(seed)
     # More of these: they cost little, and alarms are rare.
-    quiet = {name: [noise(random) for _ in range(QUIET_SERIES * num_series)] for name, noise in NOISES.items()}
+    quiet = {name: [noise(random) for _ in range(quiet_series * num_series)] for name, noise in NOISES.items()}
     slowed = {
         (name, slowdown): [_slowed(noise(random), slowdown) for _ in range(num_series)]
         for name, noise in NOISES.items()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from harness.regression.history import STEP_SECONDS, CaseRun, environment_changes, is_same_code
-from harness.regression.time_history import MIN_NIGHTS, Step, TimeChange, last_night
+from harness.regression.time_history import MIN_NIGHTS, TimeChange, last_night
 from harness.regression.verdicts import NOMINATED, Finding, Verdict
 
 SAME_CODE = "the same commit ran before and after: the machine changed, not the code"
@@ -41,24 +41,30 @@ def time_finding(run: CaseRun, nights: Sequence[CaseRun], accepted_time: float) 
 def _moved(run: CaseRun, nights: Sequence[CaseRun], change: TimeChange, since: int) -> Finding:
     """What has moved, since when, and what changed with it."""
     words = "slower" if change.shift > 0 else "faster"
-    before, first = nights[since - 1], nights[since]
-    between = f", commit {before.commit[:8] or '-'} -> {first.commit[:8] or '-'}"
-    text = f"step time: {abs(change.shift):.1%} {words} since {first.suite_run}{between}"
-    excused = [step for step in change.steps if step.is_excused]
+    first = nights[since]
+    text = f"step time: {abs(change.shift):.1%} {words} since {first.suite_run}{_new_commit(nights, since)}"
     if change.verdict == "improved" and (why := _why_not_the_code(nights, since)):
         return _finding("environment shift", f"environment shift: {why}; {text}", change.shift, first.suite_run)
     if change.verdict == "environment shift":
-        causes = dict.fromkeys(_why_not_the_code(nights, step.night) for step in excused)
+        causes = dict.fromkeys(_why_not_the_code(nights, step.night) for step in change.steps if step.is_excused)
         text = f"environment shift: {', '.join(causes)}; {text}"
         return _finding(change.verdict, text, change.shift, first.suite_run)
-    commits, no_commits = _commits(before, run)
-    if change.verdict == "regressed" and (versions := _versions_of_family(run, nights, change.steps)):
-        family, (old, new) = _family(run), versions
-        commits, no_commits = None, f"{family} is another version; `meshmark compare --peer` times two of them"
-        text = f"{family} {new} is slower than {family} {old}; {text}; environment shift: {_shifts(nights, since)}"
-    for step in excused:
-        why = _why_not_the_code(nights, step.night)
-        text += f"; besides, {step.shift:+.1%} since {nights[step.night].suite_run}, an environment shift: {why}"
+    commits, no_commits = _commits(nights[since - 1], run)
+    other_version = _slower_version(run, nights, since) if change.verdict == "regressed" else ""
+    if other_version:
+        commits, no_commits = None, f"{_family(run)} is another version; `meshmark compare --peer` times two of them"
+        text = f"{other_version}; {text}; environment shift: {_shifts(nights, since)}"
+    for step in change.steps:
+        is_later_step_up = change.verdict == "regressed" and step.night != since and step.shift > 0
+        if step.is_excused:
+            why = f", an environment shift: {_why_not_the_code(nights, step.night)}"
+        elif is_later_step_up and (slower := _slower_version(run, nights, step.night)):
+            why = f": {slower}"
+        elif is_later_step_up and other_version:  # nothing is timed in turns, so that this is said nowhere else
+            why = _new_commit(nights, step.night)
+        else:
+            continue
+        text += f"; besides, {step.shift:+.1%} since {nights[step.night].suite_run}{why}"
     finding = _finding(change.verdict, text, change.shift, first.suite_run)
     return replace(finding, commits=commits, no_commits=no_commits) if change.verdict in NOMINATED else finding
 
@@ -77,10 +83,16 @@ def _shifts(nights: Sequence[CaseRun], night: int) -> str:
     return ", ".join(f"{name} {before} -> {after}" for name, (before, after) in changes.items())
 
 
-def _versions_of_family(run: CaseRun, nights: Sequence[CaseRun], steps: Sequence[Step]) -> tuple[str, str] | None:
-    """Of the library under test, before and after the last step that came with another one."""
-    found = [environment_changes(nights, step.night).get(_family(run)) for step in steps if not step.is_excused]
-    return next((versions for versions in reversed(found) if versions is not None), None)
+def _slower_version(run: CaseRun, nights: Sequence[CaseRun], night: int) -> str:
+    """Of the library under test, where a step up came with another one; else empty."""
+    family = _family(run)
+    versions = environment_changes(nights, night).get(family)
+    return "" if versions is None else f"{family} {versions[1]} is slower than {family} {versions[0]}"
+
+
+def _new_commit(nights: Sequence[CaseRun], night: int) -> str:
+    before, first = nights[night - 1], nights[night]
+    return f", commit {before.commit[:8] or '-'} -> {first.commit[:8] or '-'}"
 
 
 def _commits(before: CaseRun, now: CaseRun) -> tuple[tuple[str, str] | None, str]:

@@ -121,6 +121,8 @@ def _by_steps(
         return TimeChange(verdict="regressed", shift=shift, since=steps[regressed.since].night, steps=told)
     if (suspicion := _suspicion(own, own_nights, found.starts[slower.fastest])) is not None:
         return replace(suspicion, steps=told)
+    if not any(step.is_excused for step in told):  # it came earlier, and the code had made up for it by then
+        told = tuple(steps.values())
     shift = math.expm1(slower.move)
     return TimeChange(verdict="environment shift", shift=shift, since=steps[slower.since].night, steps=told)
 

@@ -9,11 +9,11 @@ from typing import Literal, get_args
 Verdict = Literal[
     "parity failed", "failed", "regressed", "suspect", "environment shift", "improved", "insufficient data", "ok"
 ]
-"""From the worst on. `suspect` is slower by what may yet be chance; an `environment shift` moved together with software
-that is not ours to judge; `failed` had a result before it could be judged at all."""
+"""From the worst on. `failed` has no result to judge; `suspect` is slower by what may yet be chance, or lacks something
+that was there; an `environment shift` moved together with software that is not ours to judge."""
 
 RED: frozenset[str] = frozenset({"parity failed", "failed", "regressed"})
-MOVED: frozenset[str] = frozenset({"regressed", "environment shift", "improved"})  # what `meshmark accept` is for
+MOVED: frozenset[str] = frozenset({"regressed", "environment shift", "improved"})  # against what was accepted
 
 NOMINATED: frozenset[str] = frozenset({"regressed", "suspect"})  # what two revisions in turns can confirm
 
@@ -23,7 +23,8 @@ class Finding:
     """What one figure of a case says, in one sentence. `figure` is a metric's name, or `status`; `shift` is relative
     (0.05 is 5 % more than the baseline or the accepted value), `since` the suite run that was the first to show it.
     Of a time that is nominated, `commits` are the last one before and tonight's, where the code between them may be
-    why, else `no_commits` says why there are none; `confirmed` is what both of them say in turns, None before that."""
+    why, else `no_commits` says why there are none; `confirmed` is what both of them say in turns, None before that.
+    `is_absence` where something that was there is not any more."""
 
     figure: str
     verdict: Verdict
@@ -33,6 +34,12 @@ class Finding:
     commits: tuple[str, str] | None = None
     no_commits: str = ""
     confirmed: bool | None = None
+    is_absence: bool = False
+
+    @property
+    def is_acceptable(self) -> bool:
+        """Whether `meshmark accept` makes it right."""
+        return self.verdict in MOVED or self.is_absence
 
 
 def worst(findings: Iterable[Finding]) -> Verdict:

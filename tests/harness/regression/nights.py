@@ -1,4 +1,4 @@
-"""Runs of cases for the gate's tests: nights of one suite on one machine."""
+"""Runs of cases for the gate's tests, nights of one suite on one machine, and the check of the last."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ from typing import Any
 
 import numpy as np
 
+from harness.regression import check_report
+from harness.regression.accepted_values import Accepted
+from harness.regression.check import Check, check
 from harness.regression.history import CaseRun
 
 FIRST_NIGHT = 1_735_689_600.0
 DAY = 86_400.0
 BYTES = "communication.bytes_per_step"
+PLACE = ("native.ddp-data2-0", "cpu")
+ACCEPTED = Accepted(values={PLACE: {BYTES: 1000.0}})
+SLOWER = [1.0] * 20 + [1.1] * 8
 
 
 def case_run(
@@ -47,3 +53,15 @@ def nights(levels: Sequence[float], seed: int = 0, **fields: Any) -> list[CaseRu
         case_run(night, 0.1 * level * noise[night], **{"commit": f"{night:08x}", **fields})
         for night, level in enumerate(levels)
     ]
+
+
+def checked(runs: list[CaseRun], accepted: Accepted = ACCEPTED) -> Check:
+    """The check of the last night among the runs."""
+    last = max(runs, key=lambda run: run.started).suite_run
+    return check([run for run in runs if run.suite_run == last], runs, accepted)
+
+
+def only(judged: Check) -> tuple[str, str]:
+    """Its one case: the verdict, and why."""
+    (case,) = judged.cases
+    return case.verdict, "; ".join(check_report.reasons(case))

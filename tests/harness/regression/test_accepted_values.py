@@ -11,6 +11,7 @@ from harness.regression.accepted_values import Accepted, directory_at_hand, file
 ACCEPTED = Accepted(
     values={("b-1", "cpu"): {"communication.bytes_per_step": 2.0**53, "loss": 1 / 3}, ("a-1", "cuda"): {"loss": 5.0}},
     times={("b-1", "cpu"): 1_893_499_200.0},
+    absences={("c-1", "cpu"): 1_893_499_201.0},
 )
 
 
@@ -23,6 +24,7 @@ def test_what_is_written_reads_back(tmp_path: Path) -> None:
         "b-1 cpu accepted_time 2030-01-01T12:00:00Z",
         "b-1 cpu communication.bytes_per_step 9007199254740992",
         "b-1 cpu loss 0.3333333333333333",
+        "c-1 cpu accepted_absence 2030-01-01T12:00:01Z",
     ]
     assert [file.name for file in path.parent.iterdir()] == ["smoke.txt"]
 
@@ -44,7 +46,14 @@ def test_no_file_accepts_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["a-1 cpu loss", "a-1 cpu loss many", "a-1 cpu loss nan", "a-1 cpu accepted_time soon"]
+    "line",
+    [
+        "a-1 cpu loss",
+        "a-1 cpu loss many",
+        "a-1 cpu loss nan",
+        "a-1 cpu accepted_time soon",
+        "a-1 cpu accepted_absence 12",
+    ],
 )
 def test_a_broken_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "smoke.txt"

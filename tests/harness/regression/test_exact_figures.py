@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.regression.exact_figures import exact_findings, exact_values, superseded
+from harness.regression.exact_figures import after_other_steps, exact_findings, exact_values
 
 BYTES, CALLS = "communication.bytes_per_step", "communication.calls_per_step"
 PEAK, LOSS = "memory.peak_allocated_bytes.max_rank", "loss.after_4_steps"
@@ -53,13 +53,37 @@ def test_losses_are_exact_in_fp64_only() -> None:
     assert exact_values(metrics, "fp32", 4) == {BYTES: 1.0}
 
 
+@pytest.mark.parametrize(
+    ("accepted", "values", "text"),
+    [
+        (LOSS, {"loss.after_5_steps": 2.25}, "accepted after 4 steps, measured after 5: `meshmark accept`"),
+        (
+            "loss",
+            {"loss.after_5_steps": 2.25},
+            "accepted after an unknown number of steps, measured after 5: `meshmark accept`",
+        ),
+        (LOSS, {}, "not measured, accepted after 4 steps is 2.5"),
+        ("loss.after_5_steps", {}, "not measured, accepted is 2.5"),
+    ],
+)
+def test_a_loss_that_nothing_is_held_against_is_suspect(accepted: str, values: dict[str, float], text: str) -> None:
+    """Neither red, which two numbers of steps cannot be, nor passed over in silence."""
+    (finding,) = exact_findings(values, {accepted: 2.5}, 5)
+    assert (finding.figure, finding.verdict, finding.text) == (accepted, "suspect", f"fp64 loss: {text}")
+    assert finding.is_acceptable
+
+
 def test_the_loss_after_another_number_of_steps_is_another_figure() -> None:
-    """Once `parity_steps` of the suite had changed, every fp64 case was red."""
-    values = exact_values({"loss": 2.25}, "fp64", 5)
-    assert values == {"loss.after_5_steps": 2.25}
-    for accepted in ({LOSS: 2.5}, {"loss": 2.5}):
-        assert exact_findings(values, accepted, 5) == []
-    (gone,) = exact_findings({}, {LOSS: 2.5}, 4)
-    assert gone.verdict == "suspect", "after as many steps it ought to be there"
-    assert superseded("loss.after_5_steps", [BYTES, "loss", LOSS, "loss.after_5_steps"]) == ["loss", LOSS]
-    assert superseded(BYTES, [BYTES, "loss"]) == []
+    assert exact_values({"loss": 2.25}, "fp64", 5) == {"loss.after_5_steps": 2.25}
+    (finding,) = exact_findings({LOSS: 2.5}, {LOSS: 2.5, "loss": 3.0, "loss.after_5_steps": 2.25}, 4)
+    assert (finding.figure, finding.verdict) == (LOSS, "ok")
+    assert after_other_steps("loss.after_5_steps", [BYTES, "loss", LOSS, "loss.after_5_steps"]) == ["loss", LOSS]
+    assert after_other_steps(BYTES, [BYTES, "loss"]) == []
+
+
+def test_an_accepted_figure_of_no_known_name_is_suspect() -> None:
+    (finding,) = exact_findings({BYTES: 12.0}, {"communication.byte_per_step": 12.0}, 4)
+    assert (finding.verdict, finding.text) == (
+        "suspect",
+        "communication.byte_per_step: accepted, but no exact figure has that name",
+    )

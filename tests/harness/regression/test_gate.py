@@ -164,6 +164,21 @@ def test_from_the_first_night_to_an_accepted_change(capsys: pytest.CaptureFixtur
     assert "gradients are not reduced" in page
 
 
+def test_what_our_code_refuses_is_red_until_it_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
+    uploaded(1)
+    refused = uploaded(2, status="unsupported", reason="no two ranks", environment={}, metrics={}, samples={})
+    assert cli.main(["check"]) == 1
+    assert "RED: smoke-2: 1 failed" in capsys.readouterr().out
+    assert cli.main(["accept"]) == 0
+    assert "native.ddp data=2: accepted_absence smoke-2 (ran until smoke-1)" in capsys.readouterr().out
+    (_, line) = Path("accepted/smoke.txt").read_text().splitlines()
+    assert line.split()[1:] == ["cpu", "accepted_absence", "2025-01-01T00:00:02Z"]
+    assert "tags.accepted" in case_tags()["smoke-2"]
+    assert cli.main(["check", "--results", str(refused), "--no-upload"]) == 0
+    assert cli.main(["accept"]) == 0
+    assert "nothing to accept" in capsys.readouterr().out
+
+
 def test_a_night_that_is_dated_ahead_hides_no_other(capsys: pytest.CaptureFixture[str]) -> None:
     """Ten years: the clock of a new machine, once."""
     ahead = NIGHT + 10 * 365 * 86_400

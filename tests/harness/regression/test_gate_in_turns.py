@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -23,36 +24,47 @@ from harness.result import append, read
 from harness.run_record import case_record
 from tests.harness.regression.stored_nights import ENVIRONMENT, NIGHT, case_tags, results_of
 
-pytestmark = pytest.mark.usefixtures("elsewhere")
+
+@pytest.fixture(scope="module")
+def filled_store(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
+    """A directory with 26 nights in its store, slower from night 20 on, and the results of the last: filled once, since
+    that takes longer than the rest of a test."""
+    filled = tmp_path_factory.mktemp("nights")
+    shutil.copy(empty_store, filled / "mlflow.db")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(filled)
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        directory = results_of(0)
+        (one,) = read(directory)
+        nights = [
+            replace(
+                one,
+                suite_run=f"smoke-{night:02}",
+                started=NIGHT + night,
+                environment={**ENVIRONMENT, "commit": f"{night:040x}", "dirty": False},
+                metrics={
+                    **one.metrics,
+                    "step.median_seconds": 0.1 * (1 + night % 3 / 1000) * (1.5 if night >= 20 else 1.0),
+                },
+            )
+            for night in range(26)
+        ]
+        append(directory, nights[-1])
+        assert tracking.send([case_record(night, directory) for night in nights], kept=directory).failed == 0
+    return filled
 
 
-def slower_since_night_20() -> Path:
+@pytest.fixture
+def slower_since_night_20(elsewhere: None, filled_store: Path) -> Path:
     """The results directory of the last of 26 nights, all of which are in the store."""
-    directory = results_of(0)
-    (one,) = read(directory)
-    nights = [
-        replace(
-            one,
-            suite_run=f"smoke-{night:02}",
-            started=NIGHT + night,
-            environment={**ENVIRONMENT, "commit": f"{night:040x}", "dirty": False},
-            metrics={
-                **one.metrics,
-                "step.median_seconds": 0.1 * (1 + night % 3 / 1000) * (1.5 if night >= 20 else 1.0),
-            },
-        )
-        for night in range(26)
-    ]
-    append(directory, nights[-1])
-    assert tracking.send([case_record(night, directory) for night in nights], kept=directory).failed == 0
-    return directory
+    shutil.copy(filled_store / "mlflow.db", "mlflow.db")
+    return Path(shutil.copytree(filled_store / "night-0", "night-0"))
 
 
 def test_what_looks_slower_is_timed_in_turns_unless_it_cannot_be_or_must_not(
-    capsys: pytest.CaptureFixture[str],
+    slower_since_night_20: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    directory = slower_since_night_20()
-    asked = ["check", "--results", str(directory), "--format", "markdown", "--no-upload"]
+    asked = ["check", "--results", str(slower_since_night_20), "--format", "markdown", "--no-upload"]
     assert cli.main(asked) == 1
     page = capsys.readouterr().out
     assert page.startswith("**RED: smoke-25: 1 regressed (by history)**")
@@ -74,17 +86,17 @@ def test_a_confirmation_that_is_interrupted_loses_no_verdict(
     when: str,
     signal_number: signal.Signals,
     exit_code: int,
+    slower_since_night_20: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    directory = slower_since_night_20()
-
     def interrupted(*arguments: object, **options: object) -> None:
         signal.raise_signal(signal_number)
 
     where = (paired_run, "run") if when == "timing" else (gate, "cases_at_hand")
     monkeypatch.setattr(*where, interrupted)
-    assert cli.main(["check", "--results", str(directory), "--format", "markdown", "--confirm"]) == exit_code
+    arguments = ["check", "--results", str(slower_since_night_20), "--format", "markdown", "--confirm"]
+    assert cli.main(arguments) == exit_code
     page = capsys.readouterr().out
     assert page.startswith("**RED: smoke-25: 1 regressed (by history)**")
     assert "- timing in turns was interrupted: what it has not said stays as the history says" in page
@@ -93,23 +105,25 @@ def test_a_confirmation_that_is_interrupted_loses_no_verdict(
 
 @pytest.mark.parametrize("where", [(paired_run, "run"), (gate, "cases_at_hand")], ids=["timing", "looking for cases"])
 def test_without_git_or_room_it_costs_a_note(
-    where: tuple[object, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    where: tuple[object, str],
+    slower_since_night_20: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    directory = slower_since_night_20()
-
     def fails(*arguments: object, **options: object) -> None:
         raise FileNotFoundError(2, "No such file or directory", "git")
 
     monkeypatch.setattr(*where, fails)
-    arguments = ["check", "--results", str(directory), "--format", "markdown", "--confirm", "--no-upload"]
+    arguments = ["check", "--results", str(slower_since_night_20), "--format", "markdown", "--confirm", "--no-upload"]
     assert cli.main(arguments) == 1
     page = capsys.readouterr().out
     assert page.startswith("**RED: smoke-25: 1 regressed (by history)**")
     assert r"timed in turns: \[Errno 2\] No such file or directory: 'git'" in page
 
 
-def test_the_pairs_are_kept_and_recorded(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    directory = slower_since_night_20()
+def test_the_pairs_are_kept_and_recorded(
+    slower_since_night_20: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     timing = Timing(status="ok", seconds=0.1, steps=[[0.1]])
 
     def run(suite: str, cases: list[Case], opened: object, **options: object) -> PairedRun:
@@ -124,7 +138,7 @@ def test_the_pairs_are_kept_and_recorded(monkeypatch: pytest.MonkeyPatch, capsys
         return PairedRun(a=a, b=b, suite=suite, started=NIGHT, ended=NIGHT + 1, cases=(compared,))
 
     monkeypatch.setattr(paired_run, "run", run)
-    assert cli.main(["check", "--results", str(directory), "--format", "markdown", "--confirm"]) == 1
+    assert cli.main(["check", "--results", str(slower_since_night_20), "--format", "markdown", "--confirm"]) == 1
     captured = capsys.readouterr()
     assert captured.out.startswith("**RED: smoke-25: 1 regressed (confirmed)**")
     (kept,) = Path("results").glob("compare-smoke-00000000-*/pairs.json")

@@ -51,7 +51,7 @@ def test_all_of_it_taken_back_is_none() -> None:
 
 @pytest.mark.parametrize(("before", "slow"), [(20, 8), (40, 8), (40, 6), (40, 12)])
 def test_four_nights_at_the_old_level_end_a_regression(before: int, slow: int) -> None:
-    """Though the cut at its end is not significant yet: it stayed red for 12 nights after the fix."""
+    """The cut at its end becomes significant many nights later only."""
     assert last_night(nights((before, 1.0), (slow, 1.2))).verdict == "regressed"
     assert last_night(nights((before, 1.0), (slow, 1.2), (2, 1.0))).verdict == "regressed"
     for since in (4, 6, 8, 12):
@@ -73,7 +73,7 @@ def test_what_came_with_other_software_is_an_environment_shift() -> None:
 
 @pytest.mark.parametrize("code_first", [False, True])
 def test_no_regression_hides_behind_an_environment_shift(code_first: bool) -> None:
-    """It did so for 90 nights: the level moved at night 30, with another torch, and at night 60, without."""
+    """The level moves at night 30, with another torch, and at night 60, without; or the other way round."""
     if code_first:
         change, since = last_night(nights((30, 1.0), (30, 1.08), (20, 1.08 * 1.1)), excused=near(60)), 30
     else:
@@ -82,6 +82,14 @@ def test_no_regression_hides_behind_an_environment_shift(code_first: bool) -> No
     assert change.shift == pytest.approx(0.08, abs=0.005), "what torch costs is not the code's"
     own = [step.shift for step in change.steps if not step.is_excused]
     assert own == pytest.approx([0.08], abs=0.005)
+
+
+def test_an_environment_shift_that_the_code_had_made_up_for_is_told() -> None:
+    """All steps since the old level was left again are the code's, and too small together."""
+    change = last_night(nights((20, 1.0), (15, 1.1), (15, 1.015), (15, 1.06), (15, 1.03)), excused=near(20))
+    assert change.verdict == "environment shift"
+    assert change.since == 50
+    assert [step.night for step in change.steps if step.is_excused] == [20]
 
 
 def test_steps_of_the_code_add_up_over_an_environment_shift() -> None:
