@@ -168,9 +168,10 @@ class Implementation(ABC):
     def dry_steps(
         cls, workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
     ) -> Sequence[Callable[[nn.Module], DryStep]] | None:
-        """Where a rank has only a part of the model: of each rank that may need most what makes its step of the whole
-        model, built without memory, which it may cut; none where that is not known. None where every rank runs the
-        whole model, one micro-batch after another: the harness does so by itself, see `dry_run_preparation`."""
+        """Where a rank has only a part of the model, or one unit of it at a time: of each rank that may need most what
+        makes its step of the whole model, built without memory, which it may cut; none where that is not known. None
+        where every rank runs the whole model, one micro-batch after another: the harness does so by itself, see
+        `dry_run_preparation`."""
         return None if layout.tensor * layout.pipeline == 1 else ()
 
     @classmethod

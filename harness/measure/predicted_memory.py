@@ -1,5 +1,5 @@
 """What a rank should need, before anything runs: the strategy's closed form for its states, and for activations a dry
-run on tensors without memory, of one micro-batch or, where a rank has only a part of the model, of its whole step.
+run on tensors without memory, of one micro-batch or, where the implementation has dry steps, of a rank's whole step.
 
 The dry run executes forward and backward under torch's FakeTensorMode, where each operation yields shapes only, and
 counts the storages alive. It sees what the device's kernels save for backward, the choice of attention kernel included,
@@ -87,9 +87,9 @@ def predicted(
 ) -> dict[str, float]:
     """`memory.predicted_*_bytes`, each of the rank that needs most of it; what is not known is absent.
 
-    The states are the strategy's closed form. Where every rank runs the whole model the peak is the sum of the states
-    and the most that a micro-batch needs beside them; of states that come late, as activations go, it counts what the
-    dry run has come to hold by then. Elsewhere activations and the peak are those of the ranks' dry steps.
+    The states are the strategy's closed form. Where there are no dry steps the peak is the sum of the states and the
+    most that a micro-batch needs beside them; of states that come late, as activations go, it counts what the dry run
+    has come to hold by then. Elsewhere activations and the peak are those of the ranks' dry steps.
     """
     return predicted_with_reason(workload, implementation, layout, options, device=device)[0]
 

@@ -12,7 +12,7 @@ from harness import models
 from harness.case import Case
 from harness.launch.failure import LaunchFailed
 from harness.layout import Layout
-from harness.measure import communication
+from harness.measure import communication, memory, predicted_memory
 from harness.measure.memory import MemoryReport
 from harness.measure.predicted_memory import registry
 from harness.workload import Workload, in_precision
@@ -178,6 +178,54 @@ def test_gathered_units_and_gradients_on_their_way_are_the_closed_form(
     assert predicted is not None
     reports: list[MemoryReport] = instrumented.adopt(case).command("build_and_measure_memory", num_steps=1)
     assert 1.0 <= max(map(buffers_in, reports)) / predicted["communication_buffers"] < 1.03
+
+
+STATES_OUTWEIGH = "gpt:size=tiny,vocabulary_size=4096"
+TWO = "num_micro_batches=2"
+
+
+@pytest.mark.parametrize(
+    ("workload", "layout", "options", "precision"),
+    [
+        (STATES_OUTWEIGH, Layout(data=2), {}, "fp32"),
+        (f"{STATES_OUTWEIGH},{TWO}", Layout(data=2), WHOLE_GRADIENTS, "bf16_fp32_gradients"),
+        (f"{STATES_OUTWEIGH},tied=true", Layout(data=4), NO_RESHARDING, "fp32"),
+        (f"{STATES_OUTWEIGH},{TWO}", HYBRID, PAIRS, "bf16"),
+    ],
+    ids=str,
+)
+def test_the_peak_is_the_plan(
+    instrumented: Instrumented, workload: str, layout: Layout, options: dict[str, Any], precision: str
+) -> None:
+    case = make_case(workload, layout, options, precision)
+    figures = memory.combine(instrumented.adopt(case).command("build_and_measure_memory", num_steps=1))
+    foreseen = predicted_memory.predicted(work_of(case), TorchFullySharded, layout, options)
+    measured = figures["memory.peak_allocated_bytes.max_rank"]
+    assert measured == pytest.approx(foreseen["memory.predicted_peak_bytes"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("workload", "options", "elements"),
+    [
+        # sum of 2: received 1, gradient 2, what is put in, gloo's copy of it; shards of the gradients 2 to 5
+        (CHAIN, {}, 32_768 + 3 * 65_536 + (65_536 + 49_152 + 30_720 + 20_480) // 2),
+        # the same of a second micro-batch, which finds all shards of the first
+        (f"{CHAIN}:{TWO}", {}, 32_768 + 3 * 65_536 + 65_536 // 2 + 215_040 // 2),
+        # the same where 0 and 1 are whole all along
+        (CHAIN, NO_RESHARDING, 16_384 + 32_768 + 3 * 65_536 + (65_536 + 49_152 + 30_720 + 20_480) // 2),
+        # second backward of 3 begins: whole 3, received 2, gloo's copy of it, put in 4; whole gradients 0 to 3; shards
+        (f"{CHAIN}:{TWO}", WHOLE_GRADIENTS, 49_152 + 2 * 65_536 + 30_720 + 163_840 + (30_720 + 20_480) // 2),
+    ],
+    ids=str,
+)
+def test_at_the_peak_are_the_buffers_of_one_moment(workload: str, options: dict[str, Any], elements: int) -> None:
+    """The matrices 0 to 5 have 16384, 32768, 65536, 49152, 30720 and 20480 elements; samples need a fiftieth."""
+    work, layout = models.load(workload), Layout(data=2)
+    states = TorchFullySharded.predicted_memory(work, registry(work), layout, options)
+    assert states is not None
+    peak = predicted_memory.predicted(work, TorchFullySharded, layout, options)["memory.predicted_peak_bytes"]
+    buffers = peak - states["parameters"] - states["optimizer_states"]
+    assert 1.0 <= buffers / (4 * elements) < 1.02
 
 
 def test_does_not_reshard_where_it_competes_with_stage_two() -> None:
