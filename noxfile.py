@@ -78,7 +78,7 @@ def baselines(session: nox.Session) -> None:
     """The tests of DeepSpeed's and FairScale's implementations. Arguments go to pytest."""
     install(session)
     install_peers(session)
-    session.run(f"{COMMANDS}/pytest", "-m", "baselines", *session.posargs)
+    session.run(f"{COMMANDS}/pytest", "-m", "baselines", *(session.posargs or SIDE_BY_SIDE))
 
 
 @nox.session(python=False)
