@@ -27,6 +27,7 @@ from impls.deepspeed.parts.zero_config import (
     keeps_gathered,
     keeps_whole_fp32_gradients,
     may_leave_out_norm,
+    reduces_to_owners,
 )
 from impls.deepspeed.parts.zero_dry_run import Reduction
 from impls.deepspeed.parts.zero_partition import decay_groups_of, padded_elements, partition_of
@@ -152,7 +153,7 @@ def traffic_of(
 ) -> Traffic | None:
     """The bytes of `wire_bytes` from rank to rank: gloo's all-reduces and all-gathers go around rings. None where these
     are not known, or where gradients are reduced to their owners."""
-    if options.get("stage", 1) in (1, 2) and _reduces_to_owners(reduction_of(workload, parameters, layout, options)):
+    if options.get("stage", 1) in (1, 2) and reduces_to_owners(options):
         return None
     sent = wire_bytes(workload, parameters, layout, options)
     if sent is None:
@@ -182,8 +183,7 @@ def why_no_bytes(
         return "which gathers of stage 3 stay within zero_hpz_partition_size follows from DeepSpeed's trace of modules"
     if stage == 3:
         return _why_not_all_gathered(parameters) if keeps_gathered(options) else None
-    reduction = reduction_of(workload, parameters, layout, options)
-    if _reduces_to_owners(reduction) and reduction.bucket_elements < _num_trained(parameters):
+    if reduces_to_owners(options) and bucket_elements(parameters, options) < _num_trained(parameters):
         return "gloo's cut of each reduction to an owner matters, and reduce_bucket_size makes several of them"
     return None
 
@@ -197,10 +197,6 @@ def _why_not_all_gathered(parameters: Sequence[LogicalParameter]) -> str | None:
     )
 
 
-def _reduces_to_owners(reduction: Reduction) -> bool:
-    return reduction.to_owners and reduction.scatters and reduction.contiguous
-
-
 def _reduced_to_owners(
     workload: Workload, parameters: Sequence[LogicalParameter], layout: Layout, options: Mapping[str, Any]
 ) -> int:
@@ -208,7 +204,7 @@ def _reduced_to_owners(
     reduction to it."""
     reduction = reduction_of(workload, parameters, layout, options)
     elements, item_bytes = _num_trained(parameters), _gradient_bytes(workload)
-    if not _reduces_to_owners(reduction):
+    if not reduces_to_owners(options):
         return all_reduce_wire_bytes(elements * item_bytes, layout.data)
     owned = [0] * layout.data
     for pieces in reduction.partition.pieces.values():
